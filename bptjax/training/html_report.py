@@ -88,8 +88,11 @@ def _write(run: TrainingRun, facts: dict[str, Any]) -> None:
         text = json.dumps(_recorded(run) | describe(run) | facts, indent=1, default=str)
         write_atomically(run.directory / REPORT_FACTS, text)
         write_report(run.directory)
-        if (run.directory / ADAPTER).is_dir():
-            write_card(run.directory / ADAPTER, run.directory, run.directory.name, adapter=True)
+        pretrained, adapter = run.spec.pretrained, run.directory / ADAPTER
+        if pretrained is not None and adapter.is_dir():
+            # The base model, although the run may continue from another adapter.
+            base = str(pretrained.config.name_or_path)
+            write_card(adapter, run.directory, run.directory.name, adapter=True, base=base)
     except Exception as error:  # A finished run must not fail because of its report.
         say(f"warning: {run.directory / FILE} is not written: {error!r}")
     else:

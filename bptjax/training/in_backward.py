@@ -39,7 +39,7 @@ class Losses(NamedTuple):
 
 
 class StepInputs(NamedTuple):
-    """Inputs of a step.
+    """Inputs of a step whose layers run backward one at a time.
 
     Attributes:
       model_of: returns the model with these trained parameters.

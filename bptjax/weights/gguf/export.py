@@ -60,7 +60,7 @@ FLOAT32 = (
 
 
 class Exported(NamedTuple):
-    """What a GGUF file holds, apart from the values of its tensors.
+    """Contents of a GGUF file except for the values of its tensors.
 
     Attributes:
       kind: model_type of the text model.

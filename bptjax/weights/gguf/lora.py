@@ -85,7 +85,7 @@ def matrices(
     each product by alpha / rank.
 
     Raises:
-      ValueError: a kernel with an adapter has no matrix of its own in a GGUF file.
+      ValueError: a GGUF file has no separate matrix for a kernel with an adapter.
     """
     pairs: dict[str, np.ndarray] = {}
     alpha, left = 0.0, set(adapters.values)

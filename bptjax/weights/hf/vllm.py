@@ -133,7 +133,7 @@ def _completed(
         a = np.zeros((*scale.shape, *inputs, 1), np.float32)
         new[path] = a, np.zeros((*scale.shape, 1, *outputs), np.float32), scale
 
-    if values.keys() & {*EXPERTS}:
+    if config.experts.on and values.keys() & {*EXPERTS}:
         gate, up, down = EXPERTS
         if family.vllm_stacked:
             missing = [gate] * (gate not in values and up not in values)

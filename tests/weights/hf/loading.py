@@ -1,3 +1,5 @@
+import re
+
 import jax
 import numpy as np
 
@@ -38,9 +40,12 @@ def random_weights(directory, family, model):
 
 
 def contents(directory):
-    """Returns the bytes of each file."""
+    """Returns the bytes of each file, without the title of a model card, which is the name of the
+    export."""
     return {
-        str(path.relative_to(directory)): path.read_bytes()
+        str(path.relative_to(directory)): re.sub(rb"\n# .*\n", b"\n", path.read_bytes(), count=1)
+        if path.name == "README.md"
+        else path.read_bytes()
         for path in directory.rglob("*")
         if path.is_file()
     }
