@@ -82,6 +82,7 @@ class Estimator:
 
     def __init__(self, spec: TrainSpec):
         self.model, self.size = spec.model, spec.compute_dtype.itemsize
+        self.estimates: dict[Execution, Estimate] = {}  # A search asks for the same ones again.
         train, state = spec.config.train, abstract_state(spec)
         self.trained = tree_bytes(split_trained(spec, state.model)[0])
         self.held = tree_bytes(state.model) + tree_bytes(state.opt_state)
@@ -100,6 +101,7 @@ class Estimator:
         # Only the ratios of the rates affect the order of settings, so an H200's rates serve for an
         # unknown kind.
         self.rates = KINDS[kind or "h200"].rates
+        self.attention_rate = self.rates.attention(self.model.mean_head_dim)
         self.tp, self.ep = (num_shards(spec.mesh, axis) for axis in ("heads", "experts"))
         self.sequence = -(-train.seq_len // num_shards(spec.mesh, "sequence"))
         self.tokens = train.per_device_train_batch_size * self.sequence
@@ -159,6 +161,11 @@ class Estimator:
         return names & self.widths.keys()
 
     def __call__(self, execution: Execution) -> Estimate:
+        if execution not in self.estimates:
+            self.estimates[execution] = self._estimate(execution)
+        return self.estimates[execution]
+
+    def _estimate(self, execution: Execution) -> Estimate:
         m, n, rates, L = self.model, self.tokens, self.rates, self.model.num_layers
         names, size, tp, nested = self.saved_names(execution), self.size, self.tp, execution.nested
         layer = n * (m.hidden_size * size + sum(self.widths[name] for name in names))
@@ -187,7 +194,7 @@ class Estimator:
             # The backward pass of each group computes unsaved activations of its heads again.
             layers += products({"query", "key", "value"} & self.products.keys() - names)
             attending += 0.0 if names >= {*attention.RESIDUAL_NAMES} else kernel
-        seconds = head / rates.products + attending / rates.attention(m.mean_head_dim)
+        seconds = head / rates.products + attending / self.attention_rate
         seconds += layers / (rates.float8 if self.float8 else rates.products)
 
         passes = 1.0 + 0.3 * bool(again) + 0.4 * bool(nested)

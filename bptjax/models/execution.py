@@ -276,8 +276,8 @@ class ExecutionConfig:
           ValueError: a value out of range, or values that exclude each other.
         """
         chosen: dict[str, Any] = {"remat": "save_attention"} | values
-        keys = (f.name for f in fields(self))
-        return Execution(**chosen | {k: getattr(self, k) for k in keys if k not in self.unset})
+        own = {f.name: getattr(self, f.name) for f in fields(self)}
+        return Execution(**chosen | {k: value for k, value in own.items() if value is not None})
 
 
 @dataclass(frozen=True)

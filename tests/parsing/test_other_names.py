@@ -158,7 +158,8 @@ def test_errors_of_evaluate_name_its_flags(tmp_path, capsys):
     command = ["evaluate", f"--data={tmp_path / 'a.jsonl'}", "--length=9", "--device=cpu"]
     command += [f"--out={tmp_path / 'out'}"]
     assert cli.main([*command, f"--model={tmp_path / 'base'}"]) == 2
-    assert capsys.readouterr().err.endswith("; set --text_key to the field with the text\n")
+    hint = "; set --text_key to the field with the text, or see --format and --fields\n"
+    assert capsys.readouterr().err.endswith(hint)
     assert cli.main([*command, f"--model={tmp_path / 'base'}", "--text_key=body"]) == 0
     capsys.readouterr()
     assert cli.main([*command, "--text_key=body", "--model=nowhere"]) == 2
