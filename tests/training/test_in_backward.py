@@ -150,8 +150,8 @@ ON_HOST = {
     **{
         name: CASES[name]
         for name in (
-            *("remat nested", "gemma4 in groups", "linear attention", "accumulated experts"),
-            *("encoder", "muon", "float8", "qlora", "mesh", "zero stage 1", "zero stage 2"),
+            *("gemma4 in groups", "accumulated experts", "encoder", "qlora", "mesh"),
+            *("muon", "zero stage 1", "zero stage 2"),
         )
     },
 }
@@ -185,7 +185,7 @@ def test_exact_clipping_with_gradients_on_the_host(batch, name):
         assert np.linalg.norm(x - y) <= limit
 
 
-@pytest.mark.parametrize("dtype", fast(["bfloat16", "int8"], ["int8"]))
+@pytest.mark.parametrize("dtype", fast(["bfloat16", "int8"], ["bfloat16"]))
 def test_states_in_few_bits(batch, dtype):
     """Rounding is random, so the results differ by little."""
     spec = spec_of(train=dict(param_dtype="bfloat16"), optimizer=dict(state_dtype=dtype))
@@ -200,9 +200,8 @@ def test_states_in_few_bits(batch, dtype):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("zero_stage", [2, 3])
-def test_int8_states_on_a_mesh(batch, zero_stage):
-    mesh = dict(dp=2, fsdp=2, tp=2, zero_stage=zero_stage)
+def test_int8_states_on_a_mesh(batch):
+    mesh = dict(dp=2, fsdp=2, tp=2, zero_stage=2)
     one, on_mesh = (
         spec_of(parallel=parallel, optimizer=dict(state_dtype="int8")) for parallel in (None, mesh)
     )

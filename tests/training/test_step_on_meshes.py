@@ -187,6 +187,7 @@ def two_steps(batch):
     return steps(small(), batch, 2)
 
 
+@pytest.mark.thorough
 def test_zero_says_what_fsdp_and_sp_cut(batch, two_steps):
     """Two steps of each stage are those of one device, and each stage cuts more than the last."""
     one, wanted = two_steps

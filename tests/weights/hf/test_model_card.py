@@ -45,6 +45,7 @@ def parts(card):
     return yaml.safe_load(head), text
 
 
+@pytest.mark.thorough
 def test_the_card_tells_base_data_settings_and_evaluation(run, tmp_path):
     head, text = parts(run / "adapter" / "README.md")
     # A directory is no base model that the hub would know.
@@ -93,6 +94,7 @@ def hub(monkeypatch):
     return calls
 
 
+@pytest.mark.thorough
 def test_an_export_is_uploaded_to_a_private_repository(run, tmp_path, hub, capsys):
     command = ["export-adapter", str(run), str(tmp_path / "out"), "--push_to_hub", "mine"]
     assert convert.main(command) == 0
@@ -102,6 +104,7 @@ def test_an_export_is_uploaded_to_a_private_repository(run, tmp_path, hub, capsy
     assert "uploaded: https://huggingface.co/ada/mine\n" in capsys.readouterr().out
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "error",
     [OfflineModeIsEnabled("Cannot reach the hub: offline mode\nis enabled"), OSError("401 ...")],
@@ -121,6 +124,7 @@ def test_an_upload_that_fails_keeps_the_export(run, tmp_path, hub, capsys, monke
     assert line.count("\n") == 1 and (out / "adapter_model.safetensors").exists() and not hub
 
 
+@pytest.mark.thorough
 def test_a_bad_name_is_refused_before_the_export(run, tmp_path, hub, capsys):
     out = tmp_path / "out"
     assert convert.main(["export-adapter", str(run), str(out), "--push_to_hub", "a b/c"]) == 2
