@@ -66,7 +66,8 @@ class PlanConfig(Config):
 
 
 def open_model(config: Config) -> tuple[ModelConfig, Pretrained | None]:
-    """Returns the architecture of a run, from config.json or from the config and the tokenizer.
+    """Returns the architecture of a run, and the checkpoint that it starts from, if any. A run from
+    scratch without model.vocab_size gets the size of the tokenizer's vocabulary.
 
     Raises:
       ValueError: one line about the error in the checkpoint or the tokenizer.
@@ -75,11 +76,12 @@ def open_model(config: Config) -> tuple[ModelConfig, Pretrained | None]:
         pretrained = open_config(config.model)
         encoder = pretrained.config.encoder
         if encoder.image_size is not None and not encoder.classes:
-            # The data are not read. The number of classes hardly changes the plan.
+            # The data, which are not read, would tell the number of classes. Assume 2, because the
+            # number hardly changes the plan.
             pretrained = open_config(replace_keys(config.model, {"encoder.classes": 2}))
         model = pretrained.config
         if model.add_tokens:
-            # Most vocabularies have room for a few added tokens; assume that there is none.
+            # Assume that every added token needs a new entry; most vocabularies have unused ones.
             model = replace(model, vocab_size=model.V + len(model.add_tokens))
         return model, replace(pretrained, config=model)
     model = config.model

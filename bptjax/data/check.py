@@ -87,7 +87,8 @@ class DataCheck:
         """Number of tokens in the sequences of `sequences_per_epoch`."""
         if len(self.accounts) == 1:
             (account,) = self.accounts
-            return account.tokens or (account.total or 0) * account.seq_len  # Images, unread.
+            # Images can be counted without being read. Each fills a sequence.
+            return account.tokens or (account.total or 0) * account.seq_len
         return float(np.dot([a.tokens for a in self.accounts], self.passes(epochs=1)))
 
     def _epoch(self, number: int) -> int | None:

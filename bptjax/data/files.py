@@ -281,22 +281,23 @@ def _read_row_group(path: Path, group: int, columns: tuple[str, ...]) -> list[pa
     metadata = pq.read_metadata(path).row_group(group)
     leaves = [metadata.column(n) for n in range(metadata.num_columns)]
     leaves = [leaf for leaf in leaves if leaf.path_in_schema.split(".")[0] in columns]
-    texts = [leaf.path_in_schema for leaf in leaves if leaf.physical_type == "BYTE_ARRAY"]
+    text_columns = [leaf.path_in_schema for leaf in leaves if leaf.physical_type == "BYTE_ARRAY"]
     limit = allowed_bytes(path, GROUP_BYTES)
     size = sum(leaf.num_values * WIDTHS.get(leaf.physical_type, 4) for leaf in leaves)
     batches: list[pa.RecordBatch] = []
     if size <= limit:
-        with pq.ParquetFile(path, memory_map=True, read_dictionary=texts) as file:
+        with pq.ParquetFile(path, memory_map=True, read_dictionary=text_columns) as file:
             for batch in file.iter_batches(BATCH, row_groups=[group], columns=list(columns)):
                 batches.append(batch)
                 size += sum(_text_bytes(column) for column in batch.columns)
                 if size > limit:
                     break
     if size > limit:
-        # Not a ValueError: `data.bad_records=skip` would read the row group again for each record.
+        # Not a ValueError, which marks one bad record: with data.bad_records=skip, the next record
+        # would read the row group again.
         raise OSError(
-            f"{path}, row group {group}: must expand to at most the larger of {EXPANSION} times "
-            f"the size of the file and {GROUP_BYTES:,} bytes; write smaller row groups"
+            f"{path}, row group {group}: must expand to at most {limit:,} bytes; write smaller row "
+            "groups"
         )
     table = pa.Table.from_batches(batches)
     return [table.column(name) for name in columns]

@@ -83,7 +83,7 @@ class FeedForward(nnx.Module):
         """Computes the output, and the auxiliary sums of each sequence.
 
         Args:
-          counted: tokens to sum over.
+          counted: tokens that count in the auxiliary sums.
           seeds: seeds of adapter dropout; None for no dropout.
           offload: share of the tokens whose saved activations go to host memory.
         """

@@ -346,13 +346,13 @@ class _Group:
         return backward(d_carry, d_output, state, use)
 
 
-def _over_micro_batches(runner, one, *args):
-    """Applies `one`, which returns (results, residuals), to each micro-batch, and stacks both. The
-    residuals of a single micro-batch get no axis."""
+def _over_micro_batches(runner, function, *args):
+    """Applies a function that returns (results, residuals) to each micro-batch. Stacks the results
+    over micro-batches, and also the residuals if there are several micro-batches."""
     if runner.micro_batches == 1:
-        out, saved = one(*jax.tree.map(lambda x: x[0], args))
+        out, saved = function(*jax.tree.map(lambda x: x[0], args))
         return jax.tree.map(lambda x: x[None], out), saved
-    return jax.lax.map(lambda args: one(*args), args)
+    return jax.lax.map(lambda args: function(*args), args)
 
 
 def _stack(trees):

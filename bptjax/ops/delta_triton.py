@@ -29,14 +29,14 @@ Shaped = Array | jax.ShapeDtypeStruct
 TILES: dict[str, tuple[int, int, int]] = {
     "systems": (64, 4, 1),
     "forward": (64, 4, 3),
-    "again": (64, 4, 2),
+    "recompute": (64, 4, 2),
     "backward": (64, 4, 3),
     "scores": (64, 4, 2),
     "queries": (64, 4, 3),
     "keys": (64, 4, 3),
 }
 # Kernels whose programs share the value columns of a head.
-COLUMNS = "forward", "again", "backward"
+COLUMNS = "forward", "recompute", "backward"
 HEAD_SIZES = 64, 128
 # CUDA allows 65,535 programs along the second axis of a grid, which counts the chunks.
 MOST_TOKENS = 64 * 65_535
@@ -139,19 +139,27 @@ def backward(
     chunk: int,
     group: int,
 ) -> tuple[tuple[Array, ...], Array]:
-    """Returns the gradients of the five inputs and of the first state."""
+    """Returns the gradients of q, k, v, g and beta, and of the first state.
+
+    Args:
+      documents, chunk, group: as for `forward`.
+      states, systems: states before the groups and systems of the chunks, from `forward`.
+      dout, dend: gradients of the output and of the last state.
+    """
     constants = _constants(q, v, scale, chunk, group)
     (B, _, N, W), (K, H), chunks = v.shape, q.shape[2:], constants.T // chunk
     g, beta = g.swapaxes(1, 2), beta.swapaxes(1, 2)
     inverses, scores, starts, ends = systems
-    each, tokens = (jax.ShapeDtypeStruct(s, q.dtype) for s in ((B, chunks, N, W, H), v.shape))
+    like_states = jax.ShapeDtypeStruct((B, chunks, N, W, H), q.dtype)
+    like_values = jax.ShapeDtypeStruct(v.shape, q.dtype)
     inputs = q, k, dout, -beta * starts, inverses, scores, starts, ends, dend
-    shapes = tokens, each, like(dend)
+    shapes = like_values, like_states, like(dend)
     dright, dstates, dstart = _launch("backward", inputs, shapes, constants, (N, B))
     inputs = k, v, beta, inverses, starts, ends, states, dstates
-    tiles = jax.ShapeDtypeStruct((B, chunks, N, W // min(W, TILES["again"][0])), jnp.float32)
-    shapes, grid = (each, tokens, tiles), (N, states.shape[1], B)
-    chunk_states, writes, dkept = _launch("again", inputs, shapes, constants, grid)
+    tiles = W // min(W, TILES["recompute"][0])
+    per_tile = jax.ShapeDtypeStruct((B, chunks, N, tiles), jnp.float32)
+    shapes, grid = (like_states, like_values, per_tile), (N, states.shape[1], B)
+    chunk_states, writes, ddecays = _launch("recompute", inputs, shapes, constants, grid)
     inputs = q, k, v, g, beta, documents, writes, dout, dright
     shapes = like(scores), like(scores), like(v), like(g), like(g)
     grid = N, chunks, B
@@ -159,9 +167,12 @@ def backward(
     inputs, grid = (q, k, starts, chunk_states, dout, dscores), (K, chunks, B)
     dq, dstarts = _launch("queries", inputs, (like(q), like(g)), constants, grid)
     inputs = q, k, beta, starts, ends, chunk_states, writes, dright, dstates, dscores, dsystems
-    dk, dheld, dends = _launch("keys", inputs, (like(k), like(g), like(g)), constants, grid)
-    dg = _decay_gradients(documents, dlogs + dstarts + beta * dheld, dends, dkept.sum(-1), chunk)
-    return (dq, dk, dv, dg.swapaxes(1, 2), (dbeta + dheld).swapaxes(1, 2)), dstart
+    shapes = like(k), like(g), like(g)
+    dk, dstarts_over_beta, dends = _launch("keys", inputs, shapes, constants, grid)
+    through = dlogs + dstarts + beta * dstarts_over_beta
+    dg = _decay_gradients(documents, through, dends, ddecays.sum(-1), chunk)
+    dbeta += dstarts_over_beta
+    return (dq, dk, dv, dg.swapaxes(1, 2), dbeta.swapaxes(1, 2)), dstart
 
 
 def _decay_gradients(

@@ -169,8 +169,8 @@ def forward_kernel(
 
 
 @triton.jit
-def again_kernel(
-    k, v, beta, inverses, starts, ends, states, dstates, chunk_states, writes, dkept,
+def recompute_kernel(
+    k, v, beta, inverses, starts, ends, states, dstates, chunk_states, writes, ddecays,
     C: tl.constexpr,
 ):  # fmt: skip
     """Stores the state before each chunk of a group, and the chunk's writes, from the state before
@@ -190,7 +190,7 @@ def again_kernel(
         before, square = state.to(chunk_states.dtype.element_ty), (of_chunk * C.W + column) * C.H
         tl.store(chunk_states + square + of_state, before)
         dlog = before.to(tl.float32) * tl.load(dstates + square + of_state).to(tl.float32)
-        tl.store(dkept + (of_chunk * C.W + column) // C.BW, state_decay * tl.sum(dlog))
+        tl.store(ddecays + (of_chunk * C.W + column) // C.BW, state_decay * tl.sum(dlog))
         first = batch * C.T + chunk * C.C
         row, value = (first * C.K + n // (C.N // C.K)) * C.H, (first * C.N + n) * C.W + column
         keys = tl.load(k + row + rows)

@@ -254,7 +254,7 @@ def _exit_with(error: BaseException, code: int = 1) -> None:
 
 @contextmanager
 def translate_peer_errors() -> Iterator[None]:
-    """Replaces an error caused by a lost peer by `PeerLost`."""
+    """Raises `PeerLost` in place of an error that a lost peer caused."""
     try:
         yield
     except (jax.errors.JaxRuntimeError, OSError) as error:

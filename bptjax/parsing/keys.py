@@ -44,9 +44,9 @@ def replace_keys(config: Any, changes: Mapping[str, Any]) -> Any:
     """Returns nested dataclasses with the values of `{"group.key": value}`."""
     values = {}
     for name, value in nest(changes).items():
-        own = getattr(config, name)
-        inner = dataclasses.is_dataclass(own) and isinstance(value, dict)
-        values[name] = replace_keys(own, value) if inner else value
+        old = getattr(config, name)
+        is_group = dataclasses.is_dataclass(old) and isinstance(value, dict)
+        values[name] = replace_keys(old, value) if is_group else value
     return replace(config, **values)
 
 

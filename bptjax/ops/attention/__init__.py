@@ -246,28 +246,28 @@ def differentiable(
     memory. With `state`, the result of `attend` on the same arguments, the kernel does not run
     forward.
     """
-    traced, make = split_static(spec)
+    traced, make_spec = split_static(spec)
     sinks = None if sinks is None else jnp.asarray(sinks, jnp.float32)
     with jax.named_scope("attention_kernel"):
-        return _attention(kernel, make, offload, x, sinks, traced, state)
+        return _attention(kernel, make_spec, offload, x, sinks, traced, state)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _attention(kernel, make, offload, x, sinks, traced, state):
-    return (state or attend(kernel, x, make(traced), sinks)).out
+def _attention(kernel, make_spec, offload, x, sinks, traced, state):
+    return (state or attend(kernel, x, make_spec(traced), sinks)).out
 
 
-def _forward(kernel, make, offload, x, sinks, traced, state):
-    state = state or attend(kernel, x, make(traced), sinks)
+def _forward(kernel, make_spec, offload, x, sinks, traced, state):
+    state = state or attend(kernel, x, make_spec(traced), sinks)
     state = AttentionState(
         *(checkpoint_named(y, n, offload) for y, n in zip(state, RESIDUAL_NAMES, strict=True))
     )
     return state.out, (x, sinks, state, traced)
 
 
-def _backward(kernel, make, offload, residuals, dout):
+def _backward(kernel, make_spec, offload, residuals, dout):
     x, sinks, state, traced = residuals
-    gradients = kernel.backward(x, state, dout, make(traced))
+    gradients = kernel.backward(x, state, dout, make_spec(traced))
     return QKV(*gradients), _sink_gradients(sinks, state, dout), None, None
 
 

@@ -158,21 +158,23 @@ def _load_labels(pointers, at, in_bounds, C: tl.constexpr):
 def _allowed(
     p, s, p_segment, s_segment, in_bounds, p_global, s_global, block_mask, C: tl.constexpr
 ):
-    """Returns which of the pairs `in_bounds` may attend. All arguments broadcast."""
+    """Returns whether the query at position p may attend to the key at position s, for pairs
+    `in_bounds`. All arguments broadcast."""
     allowed = in_bounds
     if C.causal:
         allowed &= s <= p
-    causal = allowed
+    # Global tokens ignore the window and the blocks.
+    allowed_globally = allowed
     if C.window is not None:
         allowed &= p - s < C.window
         if not C.causal:
             allowed &= s - p < C.window
     if C.block_size is not None:
         row, column = p // C.block_size, s // C.block_size
-        exists = allowed & (p >= 0) & (row < C.block_rows) & (s >= 0) & (column < C.block_columns)
-        allowed = tl.load(block_mask + row * C.block_columns + column, mask=exists, other=0) != 0
+        read = allowed & (p >= 0) & (row < C.block_rows) & (s >= 0) & (column < C.block_columns)
+        allowed = tl.load(block_mask + row * C.block_columns + column, mask=read, other=0) != 0
     if C.global_tokens:
-        allowed |= causal & ((p_global != 0) | (s_global != 0))
+        allowed |= allowed_globally & ((p_global != 0) | (s_global != 0))
     if C.segments:
         allowed &= (p_segment == s_segment) & (p_segment != 0)
     return allowed

@@ -83,7 +83,7 @@ def linears(family: Family, config: ModelConfig) -> Iterator[Linear]:
         covered |= {*rule.ours}
         names = {index: _module(name) for index, name in rule.names(values).items()}
         yield Linear(rule.stacked(values), names, kernels_in(rule))
-    # Experts that the files hold in one tensor, with the names that other files have.
+    # Experts that the files fuse in one tensor. Name them as in files with a tensor per expert.
     layers, X = config.expert_layers, config.experts.count
     for parameter in peft_experts.expert_parameters(family, config):
         for path, outputs in zip(parameter.paths, parameter.outputs, strict=True):

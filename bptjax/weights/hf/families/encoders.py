@@ -38,7 +38,7 @@ MASKED_HEAD = r"cls\.predictions\..*|lm_head\..*|decoder\.(weight|bias)"
 
 
 def layernorm_mlp_encoder(c: Any, **more: Any) -> dict[str, Any]:
-    """Returns the keywords that these families share, updated with `more`."""
+    """Returns the keywords of ModelConfig that BERT and ViT share, updated with `more`."""
     return (
         dict(
             causal=False,
@@ -137,7 +137,8 @@ def class_names(names: Sequence[str]) -> dict[str, Any]:
 
 
 def read_roberta(c: Any) -> dict[str, Any]:
-    """Reads a BERT whose positions follow the entry of padding, and whose masked head has GELU."""
+    """Reads RoBERTa, which is BERT but numbers positions from pad_token_id + 1. The head that
+    predicts masked tokens always has GELU."""
     values = read_bert(c, "Roberta", c.pad_token_id + 1)
     if values["encoder"].masked_head:
         require(c, hidden_act="gelu")

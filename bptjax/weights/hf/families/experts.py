@@ -92,8 +92,8 @@ def read_gpt_oss(c: Any) -> dict[str, Any]:
 
 
 def read_glm4_moe(c: Any) -> dict[str, Any]:
-    """Reads Glm4MoeForCausalLM. Part of each head is rotated; the first layers have an MLP; the
-    others choose experts by sigmoids with a correction, and add a shared expert."""
+    """Reads Glm4MoeForCausalLM. Part of each head is rotated. The first layers have an MLP.
+    Other layers have a shared expert, and choose experts by sigmoids plus a correction bias."""
     return experts_decoder(
         c,
         ExpertsConfig(

@@ -160,9 +160,9 @@ def rules_rmsnorm_decoder(
     names = (f"{layer}self_attn.{n}_proj" for n in "qkvo")
     yield from attention(c, *names, order=order)
     if c.attention.qk_norm:
-        queries, keys = (c.num_heads, c.K) if c.attention.qk_norm_joint else (1, 1)
-        yield from norm(f"{layer}self_attn.q_norm", "layers.query_norm", c, queries * c.H)
-        yield from norm(f"{layer}self_attn.k_norm", "layers.key_norm", c, keys * c.H)
+        q_heads, k_heads = (c.num_heads, c.K) if c.attention.qk_norm_joint else (1, 1)
+        yield from norm(f"{layer}self_attn.q_norm", "layers.query_norm", c, q_heads * c.H)
+        yield from norm(f"{layer}self_attn.k_norm", "layers.key_norm", c, k_heads * c.H)
     after = f"{layer}post_attention_layernorm"
     if c.norms.position != "output":
         yield from norm(f"{layer}input_layernorm", "layers.attention_norm", c)
