@@ -48,7 +48,7 @@ def _shape(
       sizes: vocabulary, width, layers, heads, key heads, width of the feed-forward network.
       parts: further keys, such as rotary positions.
     """
-    architecture = {"gemma3_text": "Gemma3", "smollm3": "SmolLM3"}
+    architecture = {"gemma3_text": "Gemma3", "smollm3": "SmolLM3", "gpt_oss": "GptOss"}
     names = "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"
     names += "num_key_value_heads", "intermediate_size"
     return dict(
@@ -81,6 +81,10 @@ LLAMA_8B, MISTRAL = (128256, 4096, 32, 32, 8, 14336), (32768, 4096, 32, 32, 8, 1
 QWEN3_4B, QWEN3_8B = (151936, 2560, 36, 32, 8, 9728), (151936, 4096, 36, 32, 8, 12288)
 GEMMA_4B, GEMMA_12B = (262208, 2560, 34, 8, 4, 10240), (262208, 3840, 48, 16, 8, 15360)
 SMOLLM3, QWEN2 = (128256, 2048, 36, 16, 4, 11008), (152064, 3584, 28, 28, 4, 18944)
+PHI4, GPT_OSS = (100352, 5120, 40, 40, 10, 17920), (201088, 2880, 24, 64, 8, 2880)
+YARN = dict(factor=32.0, beta_fast=32.0, beta_slow=1.0, truncate=False)
+EXPERTS = dict(num_local_experts=32, num_experts_per_tok=4, sliding_window=128, head_dim=64)
+EXPERTS |= dict(quantization_config=dict(quant_method="mxfp4"), attention_bias=True)
 WIDE = dict(head_dim=128)
 # config.json of each model, the number of its parameters (of a multimodal model, of its text
 # model), and the methods to plan.
@@ -125,6 +129,22 @@ MODELS: dict[str, tuple[dict[str, Any], int, tuple[str, ...]]] = {
     "gemma-3-12b": (
         _shape("gemma3_text", GEMMA_12B, 131072, GEMMA, layer_types=WINDOWS * 8),
         11_766_034_176,
+        ("qlora",),
+    ),
+    "phi-4": (
+        _shape("phi3", PHI4, 16384, _rope(2.5e5) | UNTIED, sliding_window=None),
+        14_659_507_200,
+        ("qlora",),
+    ),
+    "gpt-oss-20b": (
+        _shape(
+            "gpt_oss",
+            GPT_OSS,
+            131072,
+            _rope(1.5e5, "yarn", original_max_position_embeddings=4096, **YARN) | UNTIED | EXPERTS,
+            layer_types=["sliding_attention", "full_attention"] * 12,
+        ),
+        20_914_757_184,
         ("qlora",),
     ),
 }

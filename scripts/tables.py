@@ -300,10 +300,12 @@ def recipes() -> str:
             f"{row['T']:,}",
             f"`{row['execution']['remat']}`",
             f"{row['peak_gib']:.1f} GiB",
+            f"{row['host_gib']:.1f} GiB" if row["host_gib"] else "",
         ]
         for row in read("recipes_planned.jsonl")
     ]
-    return table(["model", "method", "tokens", "`execution.remat`", "predicted memory"], body)
+    names = ["model", "method", "tokens", "`execution.remat`", "GPU memory", "host memory"]
+    return table(names, body)
 
 
 def plans() -> str:
