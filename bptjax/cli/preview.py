@@ -30,7 +30,7 @@ from bptjax.parallel.mesh import select_devices
 from bptjax.run.metrics import printable
 from bptjax.training.data import RunData, open_data, say
 from bptjax.training.notes import describe_adapter
-from bptjax.training.run_directory import saved_start
+from bptjax.training.run_directory import saved_start, with_old_values
 
 DESCRIPTION = """Shows what a run would train on: counts over the data, one record before and after
 the chat template, and the first packed sequences. Tokens in the loss are green, or in [[ ]] if the
@@ -70,7 +70,7 @@ def preview(config: PreviewConfig, console: Console) -> None:
     Raises:
       ValueError: one line about the error in the data.
     """
-    plain = Config(**{f.name: getattr(config, f.name) for f in fields(Config)})
+    plain = with_old_values(Config(**{f.name: getattr(config, f.name) for f in fields(Config)}))
     # Skip bad records, so that they are counted and the other records are shown.
     data_config = replace(plain.data, bad_records="skip")
     now = saved_start(Path(plain.run_dir).expanduser())

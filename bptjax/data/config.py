@@ -49,6 +49,8 @@ class DataConfig:
         source that is furthest behind its share of tokens, and holds documents of that source only.
       eval_path: held-out data. If not set, eval_fraction of path is held out.
       eval_fraction: share of the documents to hold out. If there is only one, its tail is held out.
+      eval_split: how eval_fraction chooses documents. random takes one random document of every
+        1 / eval_fraction, by seed; spaced takes every n-th, as runs did before this key existed.
       sample_by: unit of a plain-text file that becomes one document.
       text_key: field of a record that holds its text.
       format: record format: text; messages, sharegpt, alpaca, prompt_completion, self_instruct,
@@ -80,13 +82,14 @@ class DataConfig:
         provides the same number of sequences per step; with train.epochs, blank ones after its last
         record.
       shuffle: reshuffle documents and sequences in each epoch.
-      seed: shuffle seed.
+      seed: seed of the order and of the held-out documents.
     """
 
     path: str | list[str] | None = None
     sources: list[SourceConfig] = field(default_factory=list)
     eval_path: str | list[str] | None = None
     eval_fraction: float = 0.1
+    eval_split: Literal["random", "spaced"] = "random"
     sample_by: SampleBy = "document"
     text_key: str = "text"
     format: str = "auto"
@@ -103,6 +106,11 @@ class DataConfig:
     num_shards: int = 1
     shuffle: bool = True
     seed: int = 0
+
+    @property
+    def split_seed(self) -> int | None:
+        """The seed of the held-out documents; None if they are evenly spaced."""
+        return self.seed if self.eval_split == "random" else None
 
     def __post_init__(self):
         for name in ("source_max_len", "target_max_len"):

@@ -126,7 +126,8 @@ def open_images(config: DataConfig) -> tuple[ImageFolder, Sequence[Any], Sequenc
             f"{classes.names[0]!r}"
         )
     if config.eval_path is None:
-        train, held_out = split_documents(classes, config.eval_fraction)
+        how = config.eval_fraction, config.split_seed
+        train, held_out = split_documents(classes, *how, classes.counts)
         assert isinstance(train, Sequence)
         return classes, train, held_out
     held_out = _open("eval_path", config.eval_path)

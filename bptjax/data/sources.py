@@ -75,7 +75,8 @@ def open_split(
     if config.eval_path is not None:
         train, held_out = opened, [open_held_out(config, record, sizes)]
     else:
-        split = [split_documents(documents, config.eval_fraction) for documents in opened]
+        how = config.eval_fraction, config.split_seed
+        split = [split_documents(documents, *how) for documents in opened]
         train, held_out = [t for t, _ in split], [h for _, h in split]
     if not config.sources:
         return train[0], held_out[0]

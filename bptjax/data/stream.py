@@ -25,6 +25,7 @@ from bptjax.data.files import (
 from bptjax.data.iterated import Iterated
 from bptjax.data.records import Record, RecordReader, Records
 from bptjax.data.rows import Document
+from bptjax.data.split import draw
 
 # Number of records from which the size of a record is estimated.
 WINDOW_SAMPLE = 256
@@ -131,14 +132,12 @@ class Stream:
     """The records of several files, at least one of which is too large for memory.
 
     Attributes:
-      every, held: the records `every // 2` + i · `every`, i < `held`, of each file are held out;
-        none if `every` is 0.
+      held_out: the held-out records: the number of a file, and an index in it.
     """
 
     files: tuple[Sequence[Document] | Lines, ...]
     sizes: StreamSizes
-    every: int = 0
-    held: int = 0
+    held_out: frozenset[tuple[int, int]] = frozenset()
 
     def entries(self, file: int, place: Sequence[int] = (0, 0)) -> Iterator[Entry]:
         """Yields the records of a file from `place` on, including held-out records."""
@@ -150,17 +149,12 @@ class Stream:
             read = functools.partial(own.__getitem__, number)
             yield Entry(location(own, number), number, read, (number + 1, 0))
 
-    def is_held_out(self, number: int) -> bool:
-        """Returns whether the record with this index in its file is held out."""
-        return bool(self.every) and (
-            number % self.every == self.every // 2 and number < self.every * self.held
-        )
-
     def training(self) -> Iterator[tuple[int, Entry]]:
         """Yields each training record once, with the number of its file, in the order of the
         files."""
         for file in range(len(self.files)):
-            yield from ((file, e) for e in self.entries(file) if not self.is_held_out(e.number))
+            own = self.entries(file)
+            yield from ((file, e) for e in own if (file, e.number) not in self.held_out)
 
     def reads(self) -> Iterator[Callable[[], Document]]:
         """Yields one function per training record that reads the record."""
@@ -169,15 +163,34 @@ class Stream:
     def __iter__(self) -> Iterator[Document]:
         return (read() for read in self.reads())
 
-    def split(self, eval_fraction: float) -> tuple["Stream", "HeldOut"]:
-        """Returns the training and the held-out records. Held-out records are spread evenly over
-        the beginning of each file, up to about `sizes.held_out` in all files together."""
-        if not 0 < eval_fraction < 1:
-            return self, HeldOut([])
-        own = replace(self, every=max(2, round(1 / eval_fraction)))
-        own = replace(own, held=math.ceil(self.sizes.held_out / len(self.files)))
-        heads = (islice(own.entries(n), own.every * own.held) for n in range(len(self.files)))
-        return own, HeldOut([e for head in heads for e in head if own.is_held_out(e.number)])
+    def split(self, eval_fraction: float, seed: int | None) -> tuple["Stream", "HeldOut"]:
+        """Returns the training and the held-out records, chosen at the beginning of each file as
+        `draw` does, or evenly spaced without a seed: up to about `sizes.held_out` in all files
+        together."""
+        held = math.ceil(self.sizes.held_out / len(self.files))
+        every = max(2, round(1 / eval_fraction))
+        head = held * every if seed is None else int(held / eval_fraction)
+
+        def choose(sizes: list[int]) -> list[tuple[int, int]]:
+            if seed is None:
+                return [
+                    (n, i) for n, size in enumerate(sizes) for i in range(every // 2, size, every)
+                ]
+            chosen, ends = draw(sizes, eval_fraction, seed), np.cumsum(sizes)
+            files = np.searchsorted(ends, chosen, side="right")
+            return list(zip(files.tolist(), (chosen - (ends - sizes)[files]).tolist(), strict=True))
+
+        # The numbers of records are known only after reading.
+        first, read, sizes = frozenset(choose([head] * len(self.files))), {}, []
+        for file in range(len(self.files)):
+            sizes.append(0)
+            for sizes[-1], entry in enumerate(islice(self.entries(file), head), 1):
+                if (file, entry.number) in first:
+                    read[file, entry.number] = entry
+        chosen = choose(sizes)
+        # Without a record of `first`, another one is held out.
+        entries = [read.get(at) or next(islice(self.entries(at[0]), at[1], None)) for at in chosen]
+        return replace(self, held_out=frozenset(chosen)), HeldOut(entries)
 
     @property
     def window(self) -> int:
@@ -257,10 +270,10 @@ class StreamRecords:
         """Returns a stream that yields the index of each training record instead of the record."""
         starts = np.cumsum([0, *self.counts])
         files: list[Any] = []
-        for start, count in zip(starts, self.counts, strict=False):
-            indices, stream = np.arange(start, start + count), self.stream
-            places = [stream.every // 2 + i * (stream.every - 1) for i in range(stream.held)]
-            files.append(np.insert(indices, [p for p in places if p <= count], -1))
+        for file, (start, count) in enumerate(zip(starts, self.counts, strict=False)):
+            numbers = sorted(number for n, number in self.stream.held_out if n == file)
+            places = [number - before for before, number in enumerate(numbers)]
+            files.append(np.insert(np.arange(start, start + count), places, -1))
         return replace(self.stream, files=tuple(files))
 
 
@@ -279,12 +292,13 @@ class _StreamIterator(grain.DatasetIterator):
 
     def __next__(self) -> Entry:
         while self._turn < len(self._order):
+            file = self._order[self._turn]
             if self._entries is None:
-                self._entries = self._stream.entries(self._order[self._turn], self._place)
+                self._entries = self._stream.entries(file, self._place)
             for entry in self._entries:
                 self._place = entry.after
                 own = entry.number % self._shards == self._shard
-                if own and not self._stream.is_held_out(entry.number):
+                if own and (file, entry.number) not in self._stream.held_out:
                     return entry
             self._entries, self._turn, self._place = None, self._turn + 1, (0, 0)
         raise StopIteration

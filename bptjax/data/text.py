@@ -24,11 +24,14 @@ from bptjax.data.files import (
     row_groups,
 )
 from bptjax.data.rows import Compound, Document, RecordFormat, RowReader
+from bptjax.data.split import draw
 from bptjax.data.stream import SIZES, Lines, Stream, StreamSizes, decompress
 from bptjax.data.tokenizer import utf8
 from bptjax.run.output import plural
 
 STDLIB = "python-stdlib"
+# No data have 10¹² documents. Much smaller numbers would overflow.
+LEAST_FRACTION = 1e-12
 # Third-party packages, and test files, some of which are invalid on purpose.
 STDLIB_SKIPS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
@@ -148,20 +151,25 @@ def open_documents(
 
 
 def split_documents(
-    documents: Sequence[Document] | Stream, eval_fraction: float
+    documents: Sequence[Document] | Stream,
+    eval_fraction: float,
+    seed: int | None,
+    sizes: Sequence[int] | None = None,
 ) -> tuple[Sequence[Document] | Stream, Sequence[Document]]:
-    """Splits documents into training and held-out documents. Held-out documents are spread evenly
-    over the order; for a stream, see `Stream.split`.
+    """Splits documents into training and held-out documents, in their order. Held-out documents are
+    chosen as `draw` does, or evenly spaced without a seed; for a stream, see `Stream.split`.
 
-    If there is only one document, its tail is held out, measured in characters, or in tokens if it
-    holds token ids.
+    `sizes` are the numbers of documents of consecutive groups, by default of files, from each of
+    which a seed chooses. If there is only one document, its tail is held out, measured in
+    characters, or in tokens if it holds token ids.
     """
     if not 0 <= eval_fraction < 1:
         raise ValueError(f"data.eval_fraction={eval_fraction}: must be at least 0 and below 1")
     if eval_fraction == 0:
         return documents, []
+    eval_fraction = max(eval_fraction, LEAST_FRACTION)
     if isinstance(documents, Stream):
-        return documents.split(eval_fraction)
+        return documents.split(eval_fraction, seed)
     if len(documents) == 1:
         only = documents[0]
         if isinstance(only, Chat | Compound):
@@ -171,8 +179,12 @@ def split_documents(
             )
         end = int(len(only) * (1 - eval_fraction))
         return Part(documents, only[:end]), Part(documents, only[end:])
-    count = min(max(1, round(len(documents) * eval_fraction)), len(documents) - 1)
-    held_out = [(2 * i + 1) * len(documents) // (2 * count) for i in range(count)]
+    if seed is None:
+        count = min(max(1, round(len(documents) * eval_fraction)), len(documents) - 1)
+        held_out = [(2 * i + 1) * len(documents) // (2 * count) for i in range(count)]
+    else:
+        sizes = sizes or [len(file) for file in getattr(documents, "files", [documents])]
+        held_out = draw(sizes, eval_fraction, seed)
     training = np.setdiff1d(np.arange(len(documents)), held_out)
     return Subset(documents, training), Subset(documents, held_out)
 

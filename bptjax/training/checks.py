@@ -38,6 +38,7 @@ IMAGE_KEYS = {
         "path",
         "eval_path",
         "eval_fraction",
+        "eval_split",
         "bad_records",
         "num_shards",
         "shuffle",

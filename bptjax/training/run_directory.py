@@ -10,7 +10,7 @@ from typing import Any
 from bptjax.config import Config, to_yaml
 from bptjax.data.config import SourceConfig
 from bptjax.models.execution import Execution, ExecutionConfig
-from bptjax.parsing.keys import flatten
+from bptjax.parsing.keys import flatten, replace_keys
 from bptjax.run.json_files import read_json
 from bptjax.run.output import leftovers, write_atomically
 from bptjax.run.yaml_files import RUN_CONFIG, read_yaml
@@ -42,6 +42,8 @@ RESUMABLE_KEYS = (
     "optimizer.state_memory_kind",
     "optimizer.in_backward",
 )
+# Values of newer keys with which a run of an older version continues, if not the defaults.
+OLD_VALUES = {"data.eval_split": "spaced"}
 
 
 def check_run_dir(run_dir: Path) -> None:
@@ -72,8 +74,8 @@ def acquire_run_dir(run_dir: Path, config: Config) -> None:
     check_run_dir(run_dir)
     if (run_dir / RUN_CONFIG).exists():
         ours = flatten(config)
-        # The config of an older version lacks newer keys, whose defaults keep its behavior.
-        theirs = flatten(Config()) | saved_values(run_dir)
+        # The config of an older version lacks newer keys.
+        theirs = flatten(Config()) | OLD_VALUES | saved_values(run_dir)
         for key in sorted(theirs.keys() | ours.keys()):
             if key.startswith(RESUMABLE_KEYS) or theirs.get(key) == ours.get(key):
                 continue
@@ -107,6 +109,18 @@ def saved_values(run_dir: Path) -> dict[str, Any]:
         return saved
     except ValueError as error:
         raise ValueError(f"{file} is damaged: {error}; choose another run_dir") from error
+
+
+def with_old_values(config: Config) -> Config:
+    """Returns the config with `OLD_VALUES` of keys that the saved config of its run lacks; the same
+    config for a new run.
+
+    Raises:
+      ValueError: the saved config is damaged.
+    """
+    saved = saved_values(Path(config.run_dir).expanduser())
+    lacking = {key: value for key, value in OLD_VALUES.items() if saved and key not in saved}
+    return replace_keys(config, lacking)
 
 
 def saved_execution(config: Config) -> Execution | None:

@@ -56,6 +56,7 @@ from bptjax.training.run_directory import (
     saved_execution,
     saved_start,
     saved_values,
+    with_old_values,
     write_start,
 )
 from bptjax.training.spec import TrainSpec, fit_to_images
@@ -155,8 +156,14 @@ def setup(config: Config, now: datetime | None = None) -> TrainingRun:
         date = date or (now or datetime.now()).isoformat(timespec="seconds")
     date, lost = all_gather_json([date, lost])[0]
     with raise_together():
-        config = _with_defaults(config, devices[0].platform)
+        given, config = config, _with_defaults(config, devices[0].platform)
         run = _open_run(config, devices, date)
+        spaced = config.data.eval_split != given.data.eval_split
+        if spaced and config.data.eval_path is None and len(run.held_out):
+            run.notes.append(
+                "held-out documents: evenly spaced (data.eval_split=spaced), because an older "
+                "version of bptjax started this run"
+            )
         config = fit_to_images(config, run.spec.model)
         if lost and not isinstance(run.processor, ImageProcessor) and reads(run.tokenizer, CLOCK):
             run.notes.append(
@@ -205,12 +212,13 @@ def _write_run_dir(run: TrainingRun, config: Config) -> None:
 
 def _with_defaults(config: Config, platform: str) -> Config:
     """Returns the config with all defaults filled in. A resumed run keeps the saved adapter alpha
-    and compute dtype. On a CPU it also keeps the saved execution; `complete_execution` does so on
-    other devices.
+    and compute dtype, and `OLD_VALUES`. On a CPU it also keeps the saved execution;
+    `complete_execution` does so on other devices.
 
     Raises:
       ValueError: the config in the run directory is damaged.
     """
+    config = with_old_values(config)
     saved = saved_values(Path(config.run_dir).expanduser())
     if config.train.compute_dtype is None:
         dtype = saved.get("train.compute_dtype")

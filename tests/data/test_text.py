@@ -173,18 +173,25 @@ def test_bad_sources(tmp_path):
 @pytest.mark.parametrize("count, fraction", [(2, 0.1), (10, 0.1), (97, 0.25), (7, 0.99)])
 def test_split_holds_out_complete_documents(count, fraction):
     documents = [str(i) for i in range(count)]
-    train, held_out = split_documents(documents, fraction)
-    assert sorted([*train, *held_out], key=int) == documents
-    assert len(held_out) == min(max(1, round(count * fraction)), count - 1)
-    gaps = np.diff([int(i) for i in held_out])
-    assert gaps.size == 0 or gaps.max() - gaps.min() <= 1
+    for seed in (None, *range(20)):
+        train, held_out = split_documents(documents, fraction, seed)
+        assert sorted([*train, *held_out], key=int) == documents
+        numbers = [int(i) for i in held_out]
+        assert numbers == sorted(numbers)
+        wanted = min(max(1, round(count * fraction)), count - 1)
+        assert len(held_out) == wanted or seed is not None and abs(len(held_out) - wanted) <= 1
+        assert len(train) and len(held_out)
+        if seed is None and len(numbers) > 1:
+            assert np.ptp(np.diff(numbers)) <= 1
 
 
 def test_split_of_one_document_and_none():
-    assert split_documents(["0123456789"], 0.2) == (["01234567"], ["89"])
-    assert split_documents(["a", "b"], 0) == (["a", "b"], [])
-    with pytest.raises(ValueError, match="data.eval_fraction=1: must be"):
-        split_documents(["a", "b"], 1)
+    for seed in (None, 0):
+        assert split_documents(["0123456789"], 0.2, seed) == (["01234567"], ["89"])
+        assert split_documents(["a", "b"], 0, seed) == (["a", "b"], [])
+        assert [len(part) for part in split_documents(["a", "b"], 5e-324, seed)] == [1, 1]
+        with pytest.raises(ValueError, match="data.eval_fraction=1: must be"):
+            split_documents(["a", "b"], 1, seed)
 
 
 def test_byte_baselines():
