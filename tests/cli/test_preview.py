@@ -132,6 +132,23 @@ def test_the_format_of_each_source_is_named(tmp_path, capsys):
     ]
 
 
+def test_the_held_out_documents_are_those_of_the_run(tmp_path, capsys):
+    """Of a new one, and of one that an older version started."""
+    rows = [{"text": "x" * n} for n in range(100, 300)]
+    split = ["--data.eval_fraction=0.1", f"--run_dir={tmp_path / 'run'}"]
+
+    def held_out(*flags):
+        out = run(capsys, rows, tmp_path, *split, "--sequences=1", *flags)[1]
+        return next(line for line in out.splitlines() if line.startswith("held-out data: "))
+
+    found = {name: held_out(f"--data.eval_split={name}") for name in ("random", "spaced")}
+    assert held_out() == found["random"] != found["spaced"]
+    assert held_out("--data.seed=1") not in found.values()
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").write_text("data: {eval_fraction: 0.1}\n")
+    assert held_out() == found["spaced"]
+
+
 @pytest.mark.parametrize("names", [["good.jsonl", "bad.jsonl"], ["bad.jsonl"]])
 def test_a_source_without_an_example_is_not_drawn(names, tmp_path, capsys):
     (tmp_path / "bad.jsonl").write_text('{"prompt": "no answer"}\n')

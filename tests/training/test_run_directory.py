@@ -22,9 +22,15 @@ from bptjax.models.execution import ExecutionConfig
 from bptjax.parsing.keys import flatten
 from bptjax.run.checkpoint_files import HALF_WRITTEN, write_manifest
 from bptjax.run.output import leftovers
-from bptjax.training.run_directory import acquire_run_dir, saved_execution, saved_values
+from bptjax.training.run_directory import (
+    acquire_run_dir,
+    saved_execution,
+    saved_values,
+    with_old_values,
+)
 from bptjax.training.setup import _with_defaults
 from bptjax.weights.pretrained import open_pretrained
+from training.runs import rows, stop_at
 
 
 def test_another_config_does_not_write_over_a_run(arguments, uninterrupted, capsys):
@@ -159,7 +165,7 @@ def test_two_processes_do_not_share_a_run(arguments, tmp_path, capsys):
 
 def test_a_run_of_an_older_version_goes_on_with_the_defaults_of_new_keys(arguments, tmp_path):
     command = [*arguments, f"--run_dir={tmp_path}"]
-    old = to_yaml(parse(command)).replace("  shards: 1\n", "").replace("  warmup_ratio: null\n", "")
+    old = re.sub("  (num_shards: 1|warmup_ratio: null)\n", "", to_yaml(parse(command)))
     (tmp_path / "config.yaml").write_text(old)
     acquire_run_dir(tmp_path, parse(command))
     for key, found in (("data.num_shards=2", "=1"), ("optimizer.warmup_ratio=0.5", "=None")):
@@ -174,6 +180,46 @@ def test_a_run_of_an_older_version_goes_on_with_the_defaults_of_new_keys(argumen
         acquire_run_dir(tmp_path, parse(tuned))
     acquire_run_dir(tmp_path, parse([*tuned, "--optimizer.weight_decay=0.1"]))
     assert [file.name for file in tmp_path.iterdir()] == ["config.yaml"]
+
+
+def without_eval_split(run_dir):
+    """Writes the config as versions did that did not have the key data.eval_split."""
+    file = run_dir / "config.yaml"
+    text, count = re.subn("  eval_split: .*\n", "", file.read_text())
+    assert count == 1
+    file.write_text(text)
+
+
+def test_a_run_of_an_older_version_keeps_its_evenly_spaced_documents(arguments, tmp_path):
+    command = [*arguments, f"--run_dir={tmp_path}"]
+    assert with_old_values(parse(command)).data.eval_split == "random"
+    acquire_run_dir(tmp_path, parse(command))
+    assert with_old_values(parse(command)) == parse(command)
+    with pytest.raises(ValueError, match="run with data.eval_split=random, and this run has spac"):
+        acquire_run_dir(tmp_path, parse([*command, "--data.eval_split=spaced"]))
+    without_eval_split(tmp_path)
+    old = with_old_values(parse(command))
+    assert old == replace(old, data=replace(parse(command).data, eval_split="spaced"))
+    acquire_run_dir(tmp_path, old)
+    assert "eval_split" not in (tmp_path / "config.yaml").read_text()
+    with pytest.raises(ValueError, match="run with data.eval_split=spaced, and this run has rand"):
+        acquire_run_dir(tmp_path, parse(command))
+
+
+@pytest.mark.thorough
+def test_a_run_of_an_older_version_is_resumed_exactly(arguments, tmp_path, monkeypatch):
+    run_dir, whole = tmp_path / "stopped", tmp_path / "whole"
+    spaced, command = "--data.eval_split=spaced", [*arguments, f"--run_dir={run_dir}"]
+    assert main([*arguments, spaced, f"--run_dir={whole}"]) == 0
+    with monkeypatch.context() as patch:
+        stop_at(9, signal.SIGTERM, patch)
+        assert main([*command, spaced]) == 143
+    without_eval_split(run_dir)
+    assert main(command) == 0
+    log = (run_dir / "log.txt").read_text()
+    assert "resumed at step 10" in log and "evenly spaced (data.eval_split=spaced)" in log
+    for name in ("train/loss", "eval/loss"):
+        assert rows(run_dir, name) == rows(whole, name)
 
 
 def test_sources_of_an_older_version_lack_newer_keys(tmp_path):
