@@ -15,13 +15,18 @@ FIRST, EVERY = 5.0, 10.0
 
 class Progress:
     """Shows how much of `total` is done: on stderr, as a bar on a terminal and as lines elsewhere;
-    or as lines through `show`. A context manager."""
+    or as lines through `show`. A context manager.
+
+    The time left is estimated without the first piece of work, which may compile, so it is not
+    shown before the second one.
+    """
 
     def __init__(self, description: str, total: float, show: Callable[[str], None] | None = None):
         self._description, self._total, self._done = description, total, 0.0
         self._show = show
-        self._start = monotonic()
-        self._next_line = self._start + FIRST
+        self._next_line = monotonic() + FIRST
+        # The end of the first piece of work: the time, and the amount done.
+        self._first: tuple[float, float] | None = None
         self._bar: Any = None
 
     def __enter__(self) -> "Progress":
@@ -42,6 +47,8 @@ class Progress:
 
     def advance(self, amount: float = 1.0) -> None:
         self._done += amount
+        if amount and self._first is None:
+            self._first = monotonic(), self._done
         self._update()
 
     def _update(self) -> None:
@@ -52,11 +59,11 @@ class Progress:
         elif now >= self._next_line and self._done < self._total:
             self._next_line = now + EVERY
             if self._show is not None:
-                self._show(self._line(now - self._start))
+                self._show(self._line(now))
             elif sys.stderr.isatty():
                 self._start_bar()
             else:
-                print(self._line(now - self._start), file=sys.stderr, flush=True)
+                print(self._line(now), file=sys.stderr, flush=True)
 
     def _start_bar(self) -> None:
         from rich.console import Console
@@ -71,11 +78,12 @@ class Progress:
         task = self._bar.task_ids[0]
         self._bar.update(task, description=self._description, completed=self._done)
 
-    def _line(self, elapsed: float) -> str:
-        share = self._done / self._total
-        text = f"{self._description}: {share:.0%}"
-        if share:
-            text += f", {timedelta(seconds=round(elapsed * (1 / share - 1)))} left"
+    def _line(self, now: float) -> str:
+        text = f"{self._description}: {self._done / self._total:.0%}"
+        if self._first is not None and self._done > self._first[1]:
+            start, before = self._first
+            seconds = (now - start) / (self._done - before) * (self._total - self._done)
+            text += f", {timedelta(seconds=round(seconds))} left"
         return text
 
 

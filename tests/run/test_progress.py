@@ -29,6 +29,15 @@ def test_lines_off_a_terminal(clock, capsys):
     ]
 
 
+def test_the_first_piece_of_work_is_not_in_the_estimate(clock, capsys):
+    """It may compile for minutes. 1 %, then 99 % at 2 s each."""
+    with Progress("evaluating", 100) as shown:
+        for clock[0] in (300.0, 302.0, *range(304, 500, 2)):
+            shown.advance()
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[:2] == ["evaluating: 1%", "evaluating: 6%, 0:03:08 left"]
+
+
 def test_lines_of_a_caller(clock, capsys):
     """Also on a terminal, where a run has a bar of its own."""
     lines = []
