@@ -44,6 +44,8 @@ class PreviewConfig(Config):
 
     Attributes:
       sequences: number of packed sequences to show.
+      shown_documents: documents to show of each sequence. If there are more, the ones in the middle
+        are left out.
       shown_tokens: tokens to show of each document. The middle of a longer document is left out.
       seconds: time limit for counting records. Beyond the limit, counts are extrapolated, and the
         output says so.
@@ -51,13 +53,14 @@ class PreviewConfig(Config):
     """
 
     sequences: int = 3
+    shown_documents: int = 6
     shown_tokens: int = 400
     seconds: float = 60.0
     out: str | None = None
 
     def __post_init__(self):
         super().__post_init__()
-        for name in ("sequences", "shown_tokens"):
+        for name in ("sequences", "shown_documents", "shown_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
         if not 0 < self.seconds < float("inf"):
@@ -122,7 +125,7 @@ def preview(config: PreviewConfig, console: Console) -> None:
         batches.close()
     for i in range(config.sequences):
         sequence = {name: x[i] for name, x in batch.items()}
-        _print_sequence(i + 1, sequence, data, config.shown_tokens, console)
+        _print_sequence(i + 1, sequence, data, config, console)
 
 
 def _steps(config: Config, check: DataCheck) -> list[str]:
@@ -176,15 +179,15 @@ def _print_record(
     console.rule("first record, as read")
     if isinstance(document, Chat):
         record = {"messages": list(document.messages), **document.variables}
-        print(printable(json.dumps(record, indent=2, ensure_ascii=False, default=str)))
+        print(_shortened(json.dumps(record, indent=2, ensure_ascii=False, default=str), shown))
     elif isinstance(document, Compound):
         for name, text in document.parts():
-            print(f"{name}: {printable(text[: 4 * shown])}")
+            print(f"{name}: {_shortened(text, shown)}")
     elif isinstance(document, str):
-        print(printable(document[: 4 * shown]) + ("…" if len(document) > 4 * shown else ""))
+        print(_shortened(document, shown))
     else:
         ids = document.ids if isinstance(document, TokenIds) else document
-        print(" ".join(map(str, ids[:shown])) + ("…" if len(ids) > shown else ""))
+        print(_shortened(" ".join(map(str, ids)), shown))
     examples = data.encoding.examples(document, tokenizer=data.tokenizer, config=config)
     examples = [ignored(each) for each in examples]
     if masking := data.encoding.masks(data.tokenizer, config):
@@ -195,20 +198,42 @@ def _print_record(
         console.print(_marked(example, data, shown, console), soft_wrap=True)
 
 
+def _shortened(text: str, shown: int) -> str:
+    """Returns a text without its middle, if it is longer than about `shown` tokens."""
+    half = 2 * shown
+    if len(text) <= 2 * half:
+        return printable(text)
+    left_out = f" … {len(text) - 2 * half:,} characters … "
+    return printable(text[:half]) + left_out + printable(text[-half:])
+
+
 def _print_sequence(
-    number: int, sequence: Example, data: RunData, shown: int, console: Console
+    number: int, sequence: Example, data: RunData, config: PreviewConfig, console: Console
 ) -> None:
-    """Prints a packed sequence, one document at a time."""
+    """Prints a packed sequence, one document at a time, without the middle of many documents."""
     segments = sequence["segments"]
     ids = list(dict.fromkeys(segments[segments != 0].tolist()))
     padding = int((segments == 0).sum())
     title = f"sequence {number}: {len(segments):,} tokens, {padding:,} of them padding"
     console.rule(f"{title}; documents: {len(ids)}")
-    for index, segment in enumerate(ids, 1):
+    head = tail = len(ids)
+    if len(ids) > config.shown_documents:
+        head = -(-config.shown_documents // 2)
+        tail = len(ids) - config.shown_documents // 2
+    for index, segment in enumerate(ids):
+        if index == head:
+            chosen = np.isin(segments, ids[head:tail])
+            left_out = {name: x[chosen] for name, x in sequence.items()}
+            which = (
+                f"documents {head + 1:,} to {tail:,}" if tail - head > 1 else f"document {tail:,}"
+            )
+            print(f"… {which} left out: {_count(left_out)} …")
+        if head <= index < tail:
+            continue
         document = {name: x[segments == segment] for name, x in sequence.items()}
         first, last = document["positions"][[0, -1]]
-        print(f"document {index}, positions {first:,} to {last:,}: {_count(document)}")
-        console.print(_marked(document, data, shown, console), soft_wrap=True)
+        print(f"document {index + 1}, positions {first:,} to {last:,}: {_count(document)}")
+        console.print(_marked(document, data, config.shown_tokens, console), soft_wrap=True)
 
 
 def _count(example: Example) -> str:

@@ -25,7 +25,7 @@ from bptjax.data.files import (
 from bptjax.data.iterated import Iterated
 from bptjax.data.records import Record, RecordReader, Records
 from bptjax.data.rows import Document
-from bptjax.data.split import draw
+from bptjax.data.split import draw, group_sizes
 
 # Number of records from which the size of a record is estimated.
 WINDOW_SAMPLE = 256
@@ -176,12 +176,14 @@ class Stream:
                 return [
                     (n, i) for n, size in enumerate(sizes) for i in range(every // 2, size, every)
                 ]
-            chosen, ends = draw(sizes, eval_fraction, seed), np.cumsum(sizes)
+            chosen = draw(group_sizes(self.files, sizes), eval_fraction, seed)
+            ends = np.cumsum(sizes)
             files = np.searchsorted(ends, chosen, side="right")
             return list(zip(files.tolist(), (chosen - (ends - sizes)[files]).tolist(), strict=True))
 
         # The numbers of records are known only after reading.
-        first, read, sizes = frozenset(choose([head] * len(self.files))), {}, []
+        most = [head if isinstance(f, Lines) else min(head, len(f)) for f in self.files]
+        first, read, sizes = frozenset(choose(most)), {}, []
         for file in range(len(self.files)):
             sizes.append(0)
             for sizes[-1], entry in enumerate(islice(self.entries(file), head), 1):

@@ -24,7 +24,7 @@ from bptjax.data.files import (
     row_groups,
 )
 from bptjax.data.rows import Compound, Document, RecordFormat, RowReader
-from bptjax.data.split import draw
+from bptjax.data.split import draw, group_sizes
 from bptjax.data.stream import SIZES, Lines, Stream, StreamSizes, decompress
 from bptjax.data.tokenizer import utf8
 from bptjax.run.output import plural
@@ -159,9 +159,9 @@ def split_documents(
     """Splits documents into training and held-out documents, in their order. Held-out documents are
     chosen as `draw` does, or evenly spaced without a seed; for a stream, see `Stream.split`.
 
-    `sizes` are the numbers of documents of consecutive groups, by default of files, from each of
-    which a seed chooses. If there is only one document, its tail is held out, measured in
-    characters, or in tokens if it holds token ids.
+    `sizes` are the numbers of documents of the groups of `draw`, by default `group_sizes`. If there
+    is only one document, its tail is held out, measured in characters, or in tokens if it holds
+    token ids.
     """
     if not 0 <= eval_fraction < 1:
         raise ValueError(f"data.eval_fraction={eval_fraction}: must be at least 0 and below 1")
@@ -183,7 +183,8 @@ def split_documents(
         count = min(max(1, round(len(documents) * eval_fraction)), len(documents) - 1)
         held_out = [(2 * i + 1) * len(documents) // (2 * count) for i in range(count)]
     else:
-        sizes = sizes or [len(file) for file in getattr(documents, "files", [documents])]
+        files = getattr(documents, "files", [documents])
+        sizes = sizes or group_sizes(files, [len(file) for file in files])
         held_out = draw(sizes, eval_fraction, seed)
     training = np.setdiff1d(np.arange(len(documents)), held_out)
     return Subset(documents, training), Subset(documents, held_out)

@@ -179,6 +179,7 @@ def test_bad_files_are_named_with_the_effect_on_training(tmp_path, capsys):
     "flags, message",
     [
         (["--sequences=0"], "sequences=0: must be at least 1"),
+        (["--shown_documents=0"], "shown_documents=0: must be at least 1"),
         (["--seconds=0"], "seconds=0.0: must be finite and positive"),
         (["--sequencez=1"], "unknown flag --sequencez; nearest: --sequences"),
         (["--data.tokenizer=/nowhere"], "data.tokenizer='/nowhere'"),
@@ -194,6 +195,38 @@ def test_the_middle_of_a_long_document_is_left_out(tmp_path):
     (example,) = encode(open_documents(tmp_path / "a.txt")[0], ByteTokenizer())
     text = marked_text(marked(example, ByteTokenizer(), 100), colored=False).plain
     assert text == "[[" + "a" * 49 + "]] … 902 tokens … [[" + "c" * 49 + "]]"
+
+
+def test_the_middle_of_many_documents_is_left_out(tmp_path, capsys):
+    """The counts are of the tokens that are not shown, of documents and in the first record."""
+    rows = [{"text": chr(97 + n) * 20} for n in range(12)]
+    flags = ["--data.packing=best_fit", "--data.shuffle=false", "--sequences=1"]
+    for shown, gap in ((3, "documents 3 to 11"), (11, "document 7"), (12, None)):
+        flags[3:] = [f"--shown_documents={shown}"]
+        code, out, _ = run(capsys, rows, tmp_path, *flags, seq_len=12 * 20)
+        (sequence,) = out.split("─ sequence 1: ")[1:]
+        lines = sequence.splitlines()[1:]
+        numbers = [int(line.split()[1][:-1]) for line in lines if line.startswith("document ")]
+        head = (shown + 1) // 2
+        assert code == 0 and numbers == [*range(1, head + 1), *range(13 - shown + head, 13)]
+        notes = [line for line in lines if line.startswith("… ")]
+        count = 20 * (12 - shown)
+        assert notes == [f"… {gap} left out: {count} tokens, {count} labels in the loss …"] * bool(
+            gap
+        )
+
+
+def test_the_middle_of_a_long_record_is_left_out(tmp_path, capsys):
+    chat = {"messages": [{"role": r, "content": r[0] * 500} for r in ("user", "assistant") * 9]}
+    for row, left_out in (
+        ({"text": "a" * 50 + "b" * 900 + "c" * 50}, "a … 960 characters … c"),
+        ({"input_ids": [7] * 500}, "7 7 … 959 characters … 7 7"),
+        (chat, " characters … "),
+    ):
+        flags = ["--shown_tokens=10", "--sequences=1", "--data.packing=none"]
+        code, out, _ = run(capsys, [row], tmp_path, *flags, seq_len=2**14)
+        assert code == 0 and left_out in out.split("first record, as read")[1].split("─ ")[0]
+        assert max(map(len, out.split("first record, as read")[1].split("\n"))) < 250
 
 
 @pytest.mark.parametrize(

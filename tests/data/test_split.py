@@ -15,7 +15,7 @@ from bptjax.data.split import draw
 from bptjax.data.stream import Stream, StreamSizes
 from bptjax.data.tokenizer import ByteTokenizer
 
-ALL_STREAMED = StreamSizes(memory=0, held_out=10**6)
+ALL_STREAMED = StreamSizes(memory=0, held_out=3000)
 
 
 def lines(texts):
@@ -65,10 +65,15 @@ def test_the_split_does_not_change(tmp_path):
 @pytest.mark.parametrize("sizes", [[60, 25, 7], [2], [1, 1, 1], [1]])
 def test_streams_hold_out_what_files_in_memory_do(tmp_path, sizes):
     texts = [[f"{file} {n}" for n in range(size)] for file, size in enumerate(sizes)]
+    # Text files are one group, of which a stream reads as many.
+    texts += [[f"text {n}"] for n in range(20) if len(sizes) > 1]
     for kind, end in (("plain", ""), ("streamed", ".gz")):
         (tmp_path / kind).mkdir()
         for file, own in enumerate(texts):
-            write(tmp_path / kind / f"{file}.jsonl{end}", lines(own))
+            if own[0].startswith("text"):
+                write(tmp_path / kind / f"{file:02}.txt", own[0])
+            else:
+                write(tmp_path / kind / f"{file}.jsonl{end}", lines(own))
     for fraction in (0.05, 0.3, 0.95):
         for seed in range(5):
             how = dict(eval_fraction=fraction, seed=seed)
