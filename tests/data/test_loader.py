@@ -191,6 +191,9 @@ def test_split_by_path_or_fraction(tmp_path):
     config = DataConfig(str(tmp_path / "[123].txt"), eval_path=str(tmp_path / "0.txt"))
     assert [list(part) for part in open_split(config)] == [["1", "2", "3"], ["0"]]
     config = dataclasses.replace(config, eval_path=None, eval_fraction=0.3)
+    train, (held_out,) = open_split(config)
+    assert {*train, held_out} == {"1", "2", "3"} and len(train) == 2
+    config = dataclasses.replace(config, eval_split="spaced")
     assert [list(part) for part in open_split(config)] == [["1", "3"], ["2"]]
     with pytest.raises(ValueError, match="data.path: must be set"):
         open_split(DataConfig())

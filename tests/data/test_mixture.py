@@ -124,6 +124,7 @@ def test_sources_have_keys_of_their_own(tmp_path):
             SourceConfig([str(tmp_path / "b.txt")], sample_by="line"),
         ],
         eval_fraction=0.5,
+        eval_split="spaced",
     )
     train, held_out = open_split(own)
     assert ([list(each) for each in train.files], list(held_out)) == (

@@ -209,7 +209,9 @@ def test_fields_of_a_config_and_of_sources(tmp_path):
         SourceConfig(str(second), fields={}),
         SourceConfig(str(third), fields={"prompt": "meta.q", "answer": "meta.more.a"}),
     ]
-    train, held_out = open_split(replace(config, sources=sources, eval_fraction=0.25))
+    train, held_out = open_split(
+        replace(config, sources=sources, eval_fraction=0.25, eval_split="spaced")
+    )
     found = [in_loss(own[0]) for own in train.files]
     assert found == [["0?", "0"], ["p", "b"], ["Who?", "Me"]] and len(held_out) == 3
     Config(data=DataConfig(fields={"text": "a", "label": "b"}))

@@ -162,12 +162,12 @@ def test_peft_gives_the_same_answers(run, base):
     ids=["text", "bad", "long", "cut"],
 )
 def test_held_out_that_is_refused(base, tmp_path, capsys, row, count, message):
-    # Records 11 and 31 are held out.
+    # The evenly spaced records 11 and 31 are held out.
     rows = [{"prompt": "ab", "answer": "AB"}] * 40
     rows[10] = rows[30] = row
     (tmp_path / "a.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     more = {"data.path": tmp_path / "a.jsonl", "train.num_eval_generations": count}
-    more |= {"train.eval_batches": 1, "data.packing": "none"}
+    more |= {"train.eval_batches": 1, "data.packing": "none", "data.eval_split": "spaced"}
     assert main(arguments(base, tmp_path / "run", **more)) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and message in error
