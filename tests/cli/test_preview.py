@@ -134,12 +134,15 @@ def test_the_format_of_each_source_is_named(tmp_path, capsys):
 
 def test_the_held_out_documents_are_those_of_the_run(tmp_path, capsys):
     """Of a new one, and of one that an older version started."""
-    rows = [{"text": "x" * n} for n in range(100, 300)]
-    split = ["--data.eval_fraction=0.1", f"--run_dir={tmp_path / 'run'}"]
+    rows = (json.dumps({"text": "x" * n}) for n in range(100, 300))
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows))
+    command = ["preview", f"--data.path={tmp_path / 'rows.jsonl'}", "--train.seq_len=64"]
+    command += ["--data.eval_fraction=0.1", f"--run_dir={tmp_path / 'run'}", "--sequences=1"]
 
     def held_out(*flags):
-        out = run(capsys, rows, tmp_path, *split, "--sequences=1", *flags)[1]
-        return next(line for line in out.splitlines() if line.startswith("held-out data: "))
+        assert main([*command, *flags]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        return next(line for line in lines if line.startswith("held-out data: "))
 
     found = {name: held_out(f"--data.eval_split={name}") for name in ("random", "spaced")}
     assert held_out() == found["random"] != found["spaced"]
@@ -203,14 +206,14 @@ def test_the_middle_of_many_documents_is_left_out(tmp_path, capsys):
     flags = ["--data.packing=best_fit", "--data.shuffle=false", "--sequences=1"]
     for shown, gap in ((3, "documents 3 to 11"), (11, "document 7"), (12, None)):
         flags[3:] = [f"--shown_documents={shown}"]
-        code, out, _ = run(capsys, rows, tmp_path, *flags, seq_len=12 * 20)
+        code, out, _ = run(capsys, rows, tmp_path, *flags, seq_len=12 * 21)
         (sequence,) = out.split("─ sequence 1: ")[1:]
         lines = sequence.splitlines()[1:]
         numbers = [int(line.split()[1][:-1]) for line in lines if line.startswith("document ")]
         head = (shown + 1) // 2
         assert code == 0 and numbers == [*range(1, head + 1), *range(13 - shown + head, 13)]
         notes = [line for line in lines if line.startswith("… ")]
-        count = 20 * (12 - shown)
+        count = 21 * (12 - shown)
         assert notes == [f"… {gap} left out: {count} tokens, {count} labels in the loss …"] * bool(
             gap
         )
@@ -220,7 +223,7 @@ def test_the_middle_of_a_long_record_is_left_out(tmp_path, capsys):
     chat = {"messages": [{"role": r, "content": r[0] * 500} for r in ("user", "assistant") * 9]}
     for row, left_out in (
         ({"text": "a" * 50 + "b" * 900 + "c" * 50}, "a … 960 characters … c"),
-        ({"input_ids": [7] * 500}, "7 7 … 959 characters … 7 7"),
+        ({"input_ids": [7] * 500}, "7 7  … 959 characters …  7 7"),
         (chat, " characters … "),
     ):
         flags = ["--shown_tokens=10", "--sequences=1", "--data.packing=none"]
