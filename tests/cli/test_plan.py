@@ -233,8 +233,7 @@ def test_every_plan_of_the_recipe_fits_into_24_gb():
     ids=METHODS,
 )
 def test_the_recipe_fits_into_24_gb(row):
-    """With the settings of the published row; where another compiler's step takes a little more than
-    fits, a run chooses other settings."""
+    """With the settings of the published row; a run chooses others where they do not fit."""
     spec = recipes.spec_of(row["model"], row["method"])
     spec = with_execution(spec, Execution(**row["execution"]))
     kind, _ = absent_devices(recipes.GPU)
