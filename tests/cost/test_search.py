@@ -90,8 +90,20 @@ def test_the_choice_is_close_to_an_exhaustive_search(options, scale):
 def test_every_key_is_searched():
     spec = make_spec()
     found = [*_settings(spec, Estimator(spec), MemoryLimit(64 * GIB, 64 * GIB), {})]
-    for key in ("remat", "save", "ffn_chunk", "ce_chunk"):
+    for key in ("remat", "save", "ffn_chunk", "ce_chunk", "head_groups"):
         assert len({getattr(execution, key) for execution in found}) > 1, key
+
+
+def test_heads_run_in_groups_where_memory_is_short():
+    spec = make_spec(65_536)
+    least = smallest(spec, MemoryLimit(0, 0))
+    assert least.head_groups == 4  # The key heads.
+    peak = Memory(spec, MemoryLimit(0, 0), 1.0).peak
+    limit = MemoryLimit(peak(replace(least, head_groups=1)) - GIB // 4, 0)
+    chosen = choose(spec, limit, Memory(spec, limit, 1.0)).execution
+    assert chosen.head_groups > 1 and peak(chosen) <= limit.device
+    limit = MemoryLimit(80 * GIB, 0)
+    assert choose(spec, limit, Memory(spec, limit, 1.0)).execution.head_groups == 1
 
 
 def test_more_memory_is_never_slower():
