@@ -243,7 +243,7 @@ def convert() -> Parser:
         new = "new file to write" if out == "FILE" else "new directory to write"
         command.add_argument("out", metavar=out, type=Path, help=new)
         if name == "to-gguf":
-            kind = "type of the matrices: f32, f16, bf16, q8_0, q5_1, q5_0, q4_1 or q4_0"
+            kind = "f32, f16, bf16, q8_0, q5_1, q5_0, q4_1 or q4_0; or mxfp4 for experts"
             command.add_argument("--type", default="f16", help=kind)
             pre = "name of the tokenizer's pre-tokenizer in llama.cpp. If not set, recognized."
             command.add_argument("--pre", help=pre)
