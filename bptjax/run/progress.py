@@ -47,13 +47,13 @@ class Progress:
 
     def advance(self, amount: float = 1.0) -> None:
         self._done += amount
-        if amount and self._first is None:
-            self._first = monotonic(), self._done
         self._update()
 
     def _update(self) -> None:
         beat(self._description)
         now = monotonic()
+        if self._done and self._first is None:
+            self._first = now, self._done
         if self._bar is not None:
             self._move_bar()
         elif now >= self._next_line and self._done < self._total:
