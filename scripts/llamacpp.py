@@ -7,8 +7,9 @@
 tokens and log-likelihoods of random models; `adapters` does so for their adapters. `tokenizers`
 compares token ids of texts. `types --model MODEL.gguf` measures the perplexity of a real model in
 every type. `loop --model MODEL.gguf` imports a real model, trains it and adapters of it, exports
-them, and compares the tokens of the runs with those of llama.cpp. Each replaces its own rows in
-`--out`. Needs torch for `loop` alone.
+them, and compares the tokens of the runs with those of llama.cpp. Each row replaces its like in
+`--out` at once; cases whose rows are there are skipped, unless `--only` names them. Needs torch for
+`loop` alone.
 """
 
 import argparse
@@ -43,6 +44,8 @@ from bptjax.weights.pretrained import open_pretrained
 
 ROOT = Path(__file__).parents[1]
 READER = Path(__file__).with_name("llamacpp_reader.py")
+# Keys that together name a measurement.
+NAMES = ("kind", "case", "model", "tokenizer", "type", "step", "adapter", "file")
 # Texts that are on every Debian system, and in Python.
 PAGES = Path("/usr/share/common-licenses/GPL-3"), Path(argparse.__file__)
 TOKENS, NEW, PROMPT = 48, 16, 12
@@ -140,13 +143,16 @@ def random_model(directory: Path, case: str) -> None:
     tokenizer.save_pretrained(str(directory))
 
 
-def cases(only: list[str] | None) -> Iterator[tuple[str, Path]]:
-    """Yields the cases of decoders that begin with one of the names, and their random models."""
+def cases(args: argparse.Namespace, kind: str) -> Iterator[tuple[str, Path]]:
+    """Yields the cases of decoders that begin with one of the names in `--only`, by default those
+    without rows of this kind, and their random models."""
     sys.path.insert(0, str(ROOT / "tests"))
     from weights.hf.cases import CASES
 
+    there = {row["case"] for row in read(args.out) if row["kind"] == kind}
     for case, (_, keywords) in CASES.items():
-        if "text_config" in keywords or only and not case.startswith(tuple(only)):
+        wanted = case.startswith(tuple(args.only)) if args.only else case not in there
+        if "text_config" in keywords or not wanted:
             continue
         with tempfile.TemporaryDirectory() as work:
             random_model(Path(work) / "model", case)
@@ -181,7 +187,7 @@ def measured(measure: Callable[[], dict[str, Any]], work: Path) -> dict[str, Any
 
 def families(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Yields a row for every case and type."""
-    for case, directory in cases(args.only):
+    for case, directory in cases(args, "family"):
         model, _, config = load(directory, dtype="float32", device="cpu", warn=print)
 
         def measure(kind: str, directory=directory, model=model, config=config) -> dict[str, Any]:
@@ -217,7 +223,7 @@ def random_adapter(directory: Path) -> Path:
 
 def adapters(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Yields a row for the adapter of every case, with the base model in f16."""
-    for case, directory in cases(args.only):
+    for case, directory in cases(args, "adapter"):
         file, lora = directory.with_name("f16.gguf"), directory.with_name("lora.gguf")
 
         def measure(directory=directory, file=file, lora=lora) -> dict[str, Any]:
@@ -228,7 +234,7 @@ def adapters(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
             check_context(file, len(random_text(config)))
             return compared(args.python, model, file, random_text(config), lora)
 
-        row = dict(kind="adapter", family=case.split(":")[0], case=case, type="f16", warn=print)
+        row = dict(kind="adapter", family=case.split(":")[0], case=case, type="f16")
         yield row | measured(measure, directory.parent)
 
 
@@ -379,6 +385,10 @@ def off_transformers(file: Path, model: Any, text: list[int]) -> float:
     return float(f"{np.abs(got - wanted).max() / np.abs(wanted).max():.2e}")
 
 
+def read(out: Path | None) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in out.open()] if out and out.exists() else []
+
+
 MODES = dict(families=families, adapters=adapters, tokenizers=tokenizers, types=types, loop=loop)
 
 
@@ -392,15 +402,11 @@ def main() -> None:
     parser.add_argument("--model", type=Path, help="GGUF file of a real model")
     args = parser.parse_args()
     packages = {name: version(name) for name in ("jax", "gguf")}
-    rows = []
     for row in MODES[args.mode](args):
-        rows.append(row | packages)
-        print(json.dumps(row), flush=True)
-    if args.out:
-        old = [json.loads(x) for x in args.out.open()] if args.out.exists() else []
-        kinds = {row["kind"] for row in rows}
-        rows = [row for row in old if row["kind"] not in kinds] + rows
-        args.out.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        print(json.dumps(row := row | packages), flush=True)
+        if args.out:
+            others = [x for x in read(args.out) if any(x.get(k) != row.get(k) for k in NAMES)]
+            args.out.write_text("".join(json.dumps(x) + "\n" for x in [*others, row]))
 
 
 if __name__ == "__main__":
