@@ -3,13 +3,13 @@
     python -m venv V && V/bin/pip install numpy xllamacpp
     python scripts/llamacpp.py families --python V/bin/python --out scripts/results/gguf.jsonl
 
-`families` writes a row for every configuration of tests/weights/hf/cases.py and every type: greedy
-tokens and log-likelihoods of random models; `adapters` does so for their adapters. `tokenizers`
-compares token ids of texts. `types --model MODEL.gguf` measures the perplexity of a real model in
-every type. `loop --model MODEL.gguf` imports a real model, trains it and adapters of it, exports
-them, and compares the tokens of the runs with those of llama.cpp. Each row replaces its like in
-`--out` at once; cases whose rows are there are skipped, unless `--only` names them. Needs torch for
-`loop` alone.
+`families` writes a row for every configuration of tests/weights and every type: greedy tokens and
+log-likelihoods of random models, in f32 the latter alone, computed in float32; `adapters` does so
+for their adapters. `tokenizers` compares token ids of texts. `types --model MODEL.gguf` measures
+the perplexity of a real model in every type. `loop --model MODEL.gguf` imports a real model, trains
+it and adapters of it, exports them, and compares the tokens of the runs with those of llama.cpp.
+Each row replaces its like in `--out` at once; cases whose rows are there are skipped, unless
+`--only` names them. Needs torch for `loop` alone.
 """
 
 import argparse
@@ -48,7 +48,9 @@ READER = Path(__file__).with_name("llamacpp_reader.py")
 NAMES = ("kind", "case", "model", "tokenizer", "type", "step", "adapter", "file")
 # Texts that are on every Debian system, and in Python.
 PAGES = Path("/usr/share/common-licenses/GPL-3"), Path(argparse.__file__)
-TOKENS, NEW, PROMPT = 48, 16, 12
+TOKENS, NEW = 48, 16
+# llama.cpp also rounds activations, keys and values to float16.
+TIE = 4
 # Bits of a weight in each type, scales included.
 BITS = dict(f32=32, f16=16.1, bf16=16, q8_0=8.5, q5_1=6, q5_0=5.5, q4_1=5, q4_0=4.5)
 RATES = {"none": 2e-4, "lora": 2e-3}
@@ -78,18 +80,27 @@ def llamacpp(python: str, model: Path, **asked: Any) -> dict[str, Any]:
     return json.loads(done.stdout)
 
 
+@jax.jit
+def logits(model: Any, tokens: jax.Array) -> jax.Array:
+    *_, last = type(model).hidden_states(model, tokens)
+    return model.logits(last)
+
+
 def log_likelihoods(model: Any, text: list[int]) -> np.ndarray:
     """Returns the log-likelihood of each token but the first, in float64."""
-
-    @jax.jit
-    def logits(model, tokens):
-        *_, last = type(model).hidden_states(model, tokens)
-        return model.logits(last)
-
     found = np.asarray(logits(model, jnp.asarray([text])), np.float64)[0, :-1]
     found -= found.max(-1, keepdims=True)
     found -= np.log(np.exp(found).sum(-1, keepdims=True))
     return found[np.arange(len(found)), text[1:]]
+
+
+def rounding(model: Any, text: list[int]) -> float:
+    """Returns the largest change of a token's log-likelihood if the matrices are rounded to
+    float16."""
+    rounded = jax.tree.map(
+        lambda x: x.astype(jnp.float16).astype(x.dtype) if x.ndim > 1 else x, model
+    )
+    return float(np.abs(log_likelihoods(rounded, text) - log_likelihoods(model, text)).max())
 
 
 def greedy(model: Any, prompts: list[list[int]], count: int) -> list[list[int]]:
@@ -103,28 +114,39 @@ def compared(
     model: Any,
     file: Path,
     text: list[int],
-    lora: Path | None = None,
     prompts: list[list[int]] | None = None,
+    **asked: str,
 ) -> dict[str, Any]:
-    """Returns the part of a row that compares a model with its file. At the first token that
-    differs, `tie` is how much likelier ours is for our model."""
-    prompts = prompts or [text[:PROMPT], text[PROMPT : PROMPT + 5]]
-    more = {} if lora is None else {"lora": str(lora)}
-    theirs = llamacpp(python, file, prompts=prompts, new=NEW, texts=[text], **more)
-    ours, wanted = greedy(model, prompts, NEW), log_likelihoods(model, text)
-    got, ties = np.array(theirs["log_likelihoods"][0]), []
+    """Returns the part of a row that compares a model with its file; `asked` goes to the reader.
+
+    `gaps` has, for each prompt after which a greedy token differs, the difference of the two
+    tokens' log-likelihoods for our model. If it is a near tie, at most `TIE` times the effect of
+    rounding the matrices, the tokens from there on are not compared.
+    """
+    half = len(text) // 2
+    prompts = [text[:half], text[-half:]] if prompts is None else prompts
+    new = min(NEW, len(text) - half)
+    theirs = llamacpp(python, file, prompts=prompts, new=new, texts=[text], **asked)
+    ours = greedy(model, prompts, new) if prompts else []
+    wanted = log_likelihoods(model, text)
+    got = np.array(theirs["log_likelihoods"][0])
+    noise = rounding(model, text)
+    equal, tokens, gaps = 0, 0, []
     for prompt, a, b in zip(prompts, ours, theirs["greedy"], strict=True):
-        if a != b:
-            i = next(i for i in range(NEW) if a[i] != b[i])
-            each = [log_likelihoods(model, [*prompt, *x[: i + 1]])[-1] for x in (a, b)]
-            ties.append(float(f"{each[0] - each[1]:.2e}"))
+        same = next((i for i in range(new) if a[i] != b[i]), new)
+        equal, tokens = equal + same, tokens + new
+        if same < new:
+            each = [log_likelihoods(model, [*prompt, *x[: same + 1]])[-1] for x in (a, b)]
+            gaps.append(float(f"{each[0] - each[1]:.2e}"))
+            tokens -= (new - same) * (gaps[-1] <= TIE * noise)
     return dict(
-        tokens_equal=int((np.array(ours) == np.array(theirs["greedy"])).sum()),
-        tokens=NEW * len(prompts),
+        tokens_equal=equal,
+        tokens=tokens,
         log_likelihood=round(float(wanted.sum()), 4),
         log_likelihood_llamacpp=round(float(got.sum()), 4),
         largest_difference=float(f"{np.abs(got - wanted).max():.2e}"),
-        **({"tie": max(ties)} if ties else {}),
+        rounding=float(f"{noise:.2e}"),
+        **({"gaps": gaps} if gaps else {}),
         xllamacpp=theirs["xllamacpp"],
     )
 
@@ -132,48 +154,37 @@ def compared(
 def random_model(directory: Path, case: str) -> None:
     """Writes a random model of a case, with a tokenizer of bytes."""
     from chats import raw_tokenizer
-    from weights.hf.cases import CASES, config
+    from weights.gguf.cases import new
     from weights.hf.loading import random_base
 
-    raw, tokenizer = config(case), raw_tokenizer("bytes")
+    raw, tokenizer = new(case), raw_tokenizer("bytes")
     raw.vocab_size = len(tokenizer)
-    if "vocab_size_per_layer_input" in CASES[case][1]:
-        raw.vocab_size_per_layer_input = len(tokenizer)
     random_base(directory, raw)
     tokenizer.save_pretrained(str(directory))
 
 
 def cases(args: argparse.Namespace, kind: str) -> Iterator[tuple[str, Path]]:
-    """Yields the cases of decoders that begin with one of the names in `--only`, by default those
-    without rows of this kind, and their random models."""
+    """Yields the cases of text models that begin with one of the names in `--only`, by default
+    those without rows of this kind, and their random models."""
     sys.path.insert(0, str(ROOT / "tests"))
-    from weights.hf.cases import CASES
+    from weights.gguf.cases import ALL, keywords
 
     there = {row["case"] for row in read(args.out) if row["kind"] == kind}
-    for case, (_, keywords) in CASES.items():
+    for case in ALL:
         wanted = case.startswith(tuple(args.only)) if args.only else case not in there
-        if "text_config" in keywords or not wanted:
+        if "text_config" in keywords(case) or not wanted:
             continue
         with tempfile.TemporaryDirectory() as work:
             random_model(Path(work) / "model", case)
             yield case, Path(work) / "model"
 
 
-def random_text(config: ModelConfig) -> list[int]:
-    longest = min(TOKENS, config.max_position_embeddings or TOKENS)
-    return np.random.default_rng(0).integers(0, config.V, longest).tolist()
-
-
-def check_context(file: Path, tokens: int) -> None:
-    """Checks that a file is meant for texts of this length.
-
-    Raises:
-      ValueError: its context is shorter, because all layers have a window.
-    """
+def random_text(config: ModelConfig, file: Path) -> list[int]:
+    """Returns a random text of up to `TOKENS` tokens and the file's context length, which is the
+    window if all layers have one that llama.cpp does not."""
     metadata = GGUF(file).metadata
-    length = metadata.get(f"{metadata['general.architecture']}.context_length", tokens)
-    if length < tokens:
-        raise ValueError(f"context length {length}: not compared on {tokens} tokens")
+    length = metadata.get(f"{metadata['general.architecture']}.context_length", TOKENS)
+    return np.random.default_rng(0).integers(0, config.V, min(TOKENS, length)).tolist()
 
 
 def measured(measure: Callable[[], dict[str, Any]], work: Path) -> dict[str, Any]:
@@ -193,8 +204,10 @@ def families(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         def measure(kind: str, directory=directory, model=model, config=config) -> dict[str, Any]:
             file = directory.with_name(f"{kind}.gguf")
             to_gguf(str(directory), file, type=kind, pre="gpt-2", warn=print)
-            check_context(file, len(random_text(config)))
-            return compared(args.python, model, file, random_text(config))
+            text = random_text(config, file)
+            if kind == "f32":
+                return compared(args.python, model, file, text, [], precision="f32")
+            return compared(args.python, model, file, text)
 
         for kind in args.types:
             row = measured(partial(measure, kind), directory.parent)
@@ -231,8 +244,8 @@ def adapters(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
             adapter = random_adapter(directory)
             lora_to_gguf(str(adapter), lora, type="f16", warn=print)
             model, _, config = load(adapter, dtype="float32", device="cpu", warn=print)
-            check_context(file, len(random_text(config)))
-            return compared(args.python, model, file, random_text(config), lora)
+            text = random_text(config, file)
+            return compared(args.python, model, file, text, lora=str(lora))
 
         row = dict(kind="adapter", family=case.split(":")[0], case=case, type="f16")
         yield row | measured(measure, directory.parent)
@@ -363,9 +376,9 @@ def loop(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 out = Path(work) / f"{kind}-{lora}.gguf"
                 convert = [sys.executable, "-m", "bptjax", "convert", "to-gguf", str(run), str(out)]
                 subprocess.run([*convert, *["--lora"] * lora], check=True)
-                files = (base, out) if lora else (out, None)
+                file, asked = (base, {"lora": str(out)}) if lora else (out, {})
                 told = dict(step="train", adapter=kind, file="lora" if lora else "model")
-                measurement = compared(args.python, trained, files[0], text, files[1], prompts)
+                measurement = compared(args.python, trained, file, text, prompts, **asked)
                 yield row | told | measurement
 
 

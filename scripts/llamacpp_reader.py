@@ -16,19 +16,27 @@ from pathlib import Path
 
 import numpy as np
 
+# Defaults of a context: the kernel of attention is chosen, and keys and values are float16. Another
+# kernel and type compute in float32.
+USUAL, FULL_PRECISION = (-1, 1, 1), (0, 0, 0)
 # Larger than llama.cpp's structs of parameters, which are passed by value in memory: llama.cpp
 # fills and reads the first bytes.
 PARAMETER_BYTES = 1024
 
 
 class Parameters(ctypes.Structure):
-    """Parameters of a model or a context. The fields are the first ones of a context."""
+    """Parameters of a model or a context. The named fields are those of a context."""
 
     _fields_ = [
         ("n_ctx", ctypes.c_uint32),
         ("n_batch", ctypes.c_uint32),
         ("n_ubatch", ctypes.c_uint32),
-        ("others", ctypes.c_char * (PARAMETER_BYTES - 12)),
+        ("before", ctypes.c_char * 40),
+        ("flash_attention", ctypes.c_int32),
+        ("between", ctypes.c_char * 48),
+        ("type_k", ctypes.c_int32),
+        ("type_v", ctypes.c_int32),
+        ("others", ctypes.c_char * (PARAMETER_BYTES - 112)),
     ]
 
 
@@ -78,7 +86,7 @@ def open_library() -> ctypes.CDLL:
 class Model:
     """A GGUF file, with or without an adapter."""
 
-    def __init__(self, file: str, lora: str | None, context: int):
+    def __init__(self, file: str, lora: str | None, context: int, precise: bool):
         self.library = open_library()
         self.model = self.library.llama_model_load_from_file(
             file.encode(), self.library.llama_model_default_params()
@@ -87,6 +95,11 @@ class Model:
             raise ValueError(f"{file}: llama.cpp cannot load it")
         parameters = self.library.llama_context_default_params()
         parameters.n_ctx = parameters.n_batch = parameters.n_ubatch = context
+        names = "flash_attention", "type_k", "type_v"
+        if tuple(getattr(parameters, name) for name in names) != USUAL:
+            raise ValueError("xllamacpp: has other parameters of a context than this script")
+        for name, value in zip(names, FULL_PRECISION if precise else USUAL, strict=True):
+            setattr(parameters, name, value)
         self.context = self.library.llama_init_from_model(self.model, parameters)
         if not self.context:
             raise ValueError(f"{file}: llama.cpp cannot make a context")
@@ -143,7 +156,9 @@ def main() -> None:
     texts = asked.get("texts", [])
     longest = max(map(len, [*asked["prompts"], *texts]), default=1) + asked.get("new", 0)
     # llama.cpp writes its log to stderr; keep stdout for the answer.
-    model = Model(asked["model"], asked.get("lora"), asked.get("context") or max(longest, 64))
+    context = asked.get("context") or max(longest, 64)
+    precise = asked.get("precision") == "f32"
+    model = Model(asked["model"], asked.get("lora"), context, precise)
     answer = dict(
         greedy=[model.greedy(prompt, asked["new"]) for prompt in asked["prompts"]],
         log_likelihoods=[model.log_likelihoods(text) for text in texts],

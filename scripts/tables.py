@@ -468,6 +468,30 @@ def missed_faults() -> str:
     return table(["fault", "the line", "found by"], body)
 
 
+def gguf_families() -> str:
+    """Random models of each family in llama.cpp."""
+    found: dict[str, list[Row]] = {}
+    for row in read("gguf.jsonl"):
+        if row["kind"] == "family":
+            found.setdefault(row["family"], []).append(row)
+    body = []
+    for family, rows in sorted(found.items()):
+        compared = [row for row in rows if "tokens" in row]
+        equal, tokens = (sum(row[key] for row in compared) for key in ("tokens_equal", "tokens"))
+        off = max(row["largest_difference"] for row in compared if row["type"] == "f32")
+        reasons = [f"failed: {row['failed']}" for row in rows if "failed" in row]
+        for row in rows:
+            # The keys, or else the tensor, that the line of the refusal names.
+            line = row.get("refused", "").replace("DIR/model: ", "")
+            keys = re.findall(r"([a-z][\w.]*)=", line) or re.findall(r"^[\w.]+", line)
+            reasons += [f"`{key.removeprefix('model.')}`" for key in keys]
+        cases = str(len({row["case"] for row in compared}))
+        cells = [f"`{family}`", cases, f"{equal} of {tokens}", f"{off:.0e}"]
+        body.append([*cells, ", ".join(dict.fromkeys(reasons))])
+    head = ["family", "configurations", "tokens equal", "largest difference", "refused for"]
+    return table(head, body)
+
+
 def gguf_types() -> str:
     """The perplexity of a model by type."""
     rows = [row for row in read("gguf.jsonl") if row["kind"] == "perplexity"]
@@ -521,6 +545,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "longest_planned": longest_planned,
     "speeds_planned": speeds_planned,
     "passes": passes,
+    "gguf_families": gguf_families,
     "gguf_types": gguf_types,
     "gguf_loop": gguf_loop,
     "faults": faults,

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from bptjax.models.config import ModelConfig
+from bptjax.ops.position import rotated_features
 from bptjax.weights.gguf.keys import Keys
 from bptjax.weights.gguf.row import Row
 from bptjax.weights.gguf.transforms import (
@@ -55,6 +56,7 @@ NORMS = ((r".*norm\.weight", PLUS_ONE),)
 LLAMA: dict[str, Any] = dict(ropes=("llama3",), transforms=PAIRS)
 NO_BIAS = {"attention_bias": False, "mlp_bias": False}
 NO_WINDOW = {"sliding_window": None}
+UNTIED = {"tie_word_embeddings": False}
 
 
 def windows(period: int, **default: int) -> dict[str, Any]:
@@ -133,7 +135,7 @@ def _write_linear(c: Any, config: ModelConfig) -> dict[str, Any]:
 
 
 def _read_linear(keys: Keys) -> dict[str, Any]:
-    heads, layers = keys.integer("ssm.time_step_rank"), keys.integer("block_count")
+    layers = keys.integer("block_count")
     interval = keys.integer("full_attention_interval", 4)
     linear = keys.get("attention.recurrent_layers")
     if not isinstance(linear, list):
@@ -142,8 +144,9 @@ def _read_linear(keys: Keys) -> dict[str, Any]:
         linear_conv_kernel_dim=keys.integer("ssm.conv_kernel"),
         linear_key_head_dim=keys.integer("ssm.state_size"),
         linear_num_key_heads=keys.integer("ssm.group_count"),
-        linear_num_value_heads=heads,
-        linear_value_head_dim=keys.integer("ssm.inner_size") // max(heads, 1),
+        linear_num_value_heads=keys.integer("ssm.time_step_rank"),
+        # llama.cpp has value heads as wide as key heads.
+        linear_value_head_dim=keys.integer("ssm.state_size"),
         layer_types=["linear_attention" if x else "full_attention" for x in linear[:layers]],
     )
 
@@ -153,6 +156,12 @@ SECTIONS = "rope.dimension_sections"
 
 def _write_sections(c: Any, config: ModelConfig) -> dict[str, Any]:
     sections = list(c.rope_parameters.get("mrope_section") or (11, 11, 10))
+    pairs = rotated_features(config.H, config.rope("full_attention")) // 2
+    if any(i >= 3 * sections[i % 3] for i in range(pairs)):
+        raise ValueError(
+            f"mrope_section={sections}: must have at least every third of the {pairs} rotated "
+            "pairs in each section, because llama.cpp does not rotate the others"
+        )
     return _write_linear(c, config) | {SECTIONS: (sections + [0] * 4)[:4]}
 
 
@@ -228,6 +237,8 @@ def _write_gpt_oss(c: Any, config: ModelConfig) -> dict[str, Any]:
 
 def _write_lfm2(c: Any, config: ModelConfig) -> dict[str, Any]:
     attends = [kind == "full_attention" for kind in c.layer_types]
+    if all(attends):
+        raise ValueError("layer_types: must have a conv layer, because llama.cpp aborts without")
     return {
         "attention.head_count_kv": [config.K * own for own in attends],
         "feed_forward_length": config.F,
@@ -378,7 +389,7 @@ ROWS: dict[str, Row] = {
         RMS | LOCAL_EXPERTS,
         rules=_rules_gpt_oss,
         renamed=((r"sinks$", "sinks.weight"),),
-        fixed={"attention_bias": True},
+        fixed=UNTIED | {"attention_bias": True},
         # llama.cpp truncates all the same.
         rope=lambda keys: {"truncate": False} if keys.get("rope.scaling.type") == "yarn" else {},
         write=_write_gpt_oss,
@@ -399,15 +410,16 @@ ROWS: dict[str, Row] = {
     "olmo3": Row(
         "olmo2",
         RMS,
-        fixed=NO_BIAS,
+        fixed=NO_BIAS | UNTIED,
         chosen=lambda keys: bool(keys.get(WINDOW)),
         **windows(4),
     ),
-    "olmo2": Row("olmo2", RMS, fixed=NO_BIAS),
+    "olmo2": Row("olmo2", RMS, fixed=NO_BIAS | UNTIED),
     "olmoe": Row(
         "olmoe",
         RMS | {k: v for k, v in EXPERTS.items() if v != "moe_intermediate_size"},
-        fixed=NO_BIAS | {"norm_topk_prob": False},
+        fixed=NO_BIAS | UNTIED | {"norm_topk_prob": False},
+        read=lambda keys: dict(num_key_value_heads=keys.integer("attention.head_count")),
     ),
     "lfm2": Row(
         "lfm2",
@@ -438,6 +450,7 @@ ROWS: dict[str, Row] = {
     "stablelm": Row(
         "stablelm",
         NORM | {"use_parallel_residual": "use_parallel_residual"},
+        fixed=UNTIED,
         read=lambda keys: dict(
             use_parallel_residual=not keys.has("ffn_norm.weight"),
             use_qkv_bias=keys.has("attn_q.bias"),
@@ -448,7 +461,7 @@ ROWS: dict[str, Row] = {
         {"attention.layer_norm_epsilon": "norm_epsilon"},
         fixed=NO_WINDOW | {"use_bias": True},
     ),
-    "phi": Row("phi2", NORM, fixed={"qk_layernorm": False, "tie_word_embeddings": False}),
+    "phi": Row("phi2", NORM, fixed=UNTIED | {"qk_layernorm": False}),
     "gpt2": Row(
         "gpt2",
         {"attention.layer_norm_epsilon": "layer_norm_epsilon", "feed_forward_length": "n_inner"},
@@ -459,14 +472,18 @@ ROWS: dict[str, Row] = {
         "gptneox",
         NORM | {"use_parallel_residual": "use_parallel_residual"},
         rules=_rules_ungrouped,
-        fixed={"attention_bias": True, "tie_word_embeddings": False},
+        fixed=UNTIED | {"attention_bias": True},
     ),
     "bloom": Row(
         "bloom",
         {"attention.layer_norm_epsilon": "layer_norm_epsilon"},
         rules=_rules_ungrouped,
         renamed=((r"^transformer\.", ""),),
-        write=lambda c, config: {"feed_forward_length": config.F},
+        write=lambda c, config: {
+            "feed_forward_length": config.F,
+            # llama.cpp needs a length; ALiBi has none.
+            "context_length": getattr(c, "seq_length", 2048),
+        },
     ),
 }
 # Text models of multimodal models, by the model_type whose row is theirs.

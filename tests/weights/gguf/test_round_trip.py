@@ -10,23 +10,9 @@ from safetensors.numpy import load_file, save_file
 from tiers import fast
 
 from bptjax.cli import convert
-from bptjax.weights.gguf.families import ROWS, row_name
 from bptjax.weights.hf.tensors import Tensors
-from weights.hf.cases import CASES, MIXED, MODERN, MOE, THREE
+from weights.gguf.cases import ALL, keywords, kind, new
 from weights.hf.loading import random_base
-
-
-def new(name):
-    import transformers
-
-    kind, keywords = CASES.get(name) or MORE[name]
-    return getattr(transformers, kind)(**keywords)
-
-
-def kind(name):
-    found = new(name)
-    return getattr(found, "text_config", found).model_type
-
 
 # Families whose values are rounded when 1 is added to norms.
 ROUNDED = ("gemma", "gemma2", "gemma3_text", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
@@ -52,17 +38,26 @@ REFUSED = {
     "qwen3_moe": "model.layers.1.mlp.gate_proj.weight",
     "qwen3_moe: renormalized, tied, biases": "model.attention.qkv_bias=True",
     "qwen3_moe: window, yarn, every expert": "model.layers.0.mlp.gate_proj.weight",
+    "qwen3_5_text": "model.linear_attention.value_head_dim=12",
+    "qwen3_5_text: linear first and last, full rotation, MQA": "linear_attention.value_head_dim=12",
     "qwen3_5_text: tied, biases, a layer of each kind, other sizes": "attention.qkv_bias=True",
     "qwen3_next": "model.experts.renormalized=False",
     "qwen3_next: an MLP, a tied head, biases": "model.layers.1.mlp.gate_proj.weight",
     "qwen3_next: every other layer has experts, as many heads": "layers.0.mlp.gate_proj.weight",
+    "qwen3_5_moe_text": "linear_attention.value_head_dim=12",
+    "qwen3_5_moe_text: one expert, without its loss": "linear_attention.value_head_dim=12",
     "qwen3_5_moe_text: tied, biases": "model.attention.qkv_bias=True",
+    "olmoe": "model.num_kv_heads=2",
+    "olmoe: linear, tied, one of three": "model.tied_head=True",
     "olmoe: renormalized, biases, three of five": "model.attention.qkv_bias=True",
     "gpt_oss": "model.experts.glu_limit=0.3",
+    "gpt_oss: yarn as it is, three of five, tied": "model.tied_head=True",
     "gpt_oss: no biases of attention, full layers": "model.attention.qkv_bias=False",
+    "lfm2: attention alone, yarn": "layer_types",
     "smollm3: windows without rotation, untied, biases": "model.rope_layers=[True",
     "smollm3: yarn, MQA": "model.rope_layers=[False",
     "seed_oss: all biases, tied": "model.mlp_bias=True",
+    "stablelm: all rotary, linear, tied": "model.tied_head=True",
     "starcoder2: no biases, MQA": "model.mlp_bias=False",
     "phi: norms of queries and keys, tied": "model.layers.0.self_attn.q_layernorm.weight",
     "phi: yarn, MQA": "model.activation=relu",
@@ -77,6 +72,10 @@ REFUSED = {
     "exaone4: wide heads, full layers alone": "model.rope_layers=[False",
     "ministral3: window, tied": "mistral3.attention.temperature_scale",
     "ministral3: no growth, gelu": "model.activation=gelu",
+    "qwen3_5": "linear_attention.value_head_dim=12",
+    "qwen3_5: two layers": "linear_attention.value_head_dim=4",
+    "qwen3_5_moe": "linear_attention.value_head_dim=12",
+    "qwen3_5_moe: tied": "linear_attention.value_head_dim=12",
     "qwen3_5: tied, biases": "model.attention.qkv_bias=True",
     "qwen3_5_moe: three of five, biases": "model.attention.qkv_bias=True",
     "gemma3 multimodal": "model.attention.scale=0.0625",
@@ -88,29 +87,14 @@ REFUSED = {
     "gpt_neox: no attention biases, tied, linear": "model.tied_head=True",
     "bloom: 12 heads, normed residual": "model.residual_normed=True",
 }
-# Cases whose heads, limits and weights are those that llama.cpp computes.
-WINDOWS = dict(layer_types=MIXED)
-SCALED = dict(head_dim=16, sliding_window=7, query_pre_attn_scalar=16)
-MORE = {
-    "gemma2: scaled by head": ("Gemma2Config", MODERN | SCALED),
-    "gemma3: scaled by head": ("Gemma3TextConfig", MODERN | THREE | SCALED | WINDOWS),
-    "gpt_oss: usual limit": (
-        "GptOssConfig",
-        MOE | THREE | WINDOWS | dict(head_dim=16, num_local_experts=4, sliding_window=7),
-    ),
-    "qwen3_next: renormalized": (
-        CASES["qwen3_next"][0],
-        CASES["qwen3_next"][1] | dict(norm_topk_prob=True),
-    ),
-    "qwen3_moe: experts alone": (
-        CASES["qwen3_moe"][0],
-        CASES["qwen3_moe"][1] | dict(norm_topk_prob=True, mlp_only_layers=[]),
-    ),
-}
-ALL = [name for name in (*CASES, *MORE) if row_name(kind(name)) in ROWS]
 # Layers of other families than these differ from them in names alone.
-QUICK = "llama: 3.1, tied, biases, wide heads, MQA", "qwen3_5_moe_text", "gpt_oss: usual limit"
-QUICK += "lfm2", "gemma3: scaled by head", "gemma: untied, exact gelu", "bloom"
+QUICK = "llama: 3.1, tied, biases, wide heads, MQA", "gpt_oss: usual limit", "lfm2"
+QUICK += (
+    "qwen3_5_moe_text: equal heads",
+    "gemma3: scaled by head",
+    "gemma: untied, exact gelu",
+    "bloom",
+)
 
 
 @pytest.fixture
@@ -143,7 +127,7 @@ def test_a_model_is_the_same_after_a_gguf_file(base, tmp_path, capsys, name):
         assert REFUSED[name] in capsys.readouterr().err
         assert {path.name for path in tmp_path.iterdir()} == {"base"}
         return
-    multimodal = "vision_config" in CASES.get(name, MORE.get(name))[1]
+    multimodal = "vision_config" in keywords(name)
     if multimodal:
         file = directory / "model.safetensors"
         vision = {"vision_tower.layers.0.proj.weight": np.ones((3, 2), np.float32)}
