@@ -49,6 +49,8 @@ NAMES = ("kind", "case", "model", "tokenizer", "type", "step", "adapter", "file"
 # Texts that are on every Debian system, and in Python.
 PAGES = Path("/usr/share/common-licenses/GPL-3"), Path(argparse.__file__)
 TOKENS, NEW = 48, 16
+# llama.cpp rounds a context up to a multiple of it.
+CONTEXT = 256
 # llama.cpp also rounds activations, keys and values to float16.
 TIE = 4
 # Bits of a weight in each type, scales included.
@@ -181,9 +183,17 @@ def cases(args: argparse.Namespace, kind: str) -> Iterator[tuple[str, Path]]:
 
 def random_text(config: ModelConfig, file: Path) -> list[int]:
     """Returns a random text of up to `TOKENS` tokens and the file's context length, which is the
-    window if all layers have one that llama.cpp does not."""
+    window if all layers have one that llama.cpp does not.
+
+    Raises:
+      RuntimeError: llama.cpp takes other factors of LongRoPE for the text.
+    """
     metadata = GGUF(file).metadata
-    length = metadata.get(f"{metadata['general.architecture']}.context_length", TOKENS)
+    arch = metadata["general.architecture"]
+    length = metadata.get(f"{arch}.context_length", TOKENS)
+    original = metadata.get(f"{arch}.rope.scaling.original_context_length", 0)
+    if metadata.get(f"{arch}.rope.scaling.type") == "longrope" and TOKENS < original < CONTEXT:
+        raise RuntimeError(f"long factors, because a context of {CONTEXT} tokens is the shortest")
     return np.random.default_rng(0).integers(0, config.V, min(TOKENS, length)).tolist()
 
 

@@ -118,6 +118,8 @@ def _read_rope(keys: Keys, row: Row, default: Any, size: int) -> dict[str, Any]:
     if "full_attention" not in usual:
         return found
     theta = keys.number("rope.freq_base_swa", usual["sliding_attention"]["rope_theta"])
+    # llama.cpp has one theta for all layers of OLMo 3.
+    theta = found["rope_theta"] if keys.arch == "olmo2" else theta
     local = {"rope_type": "default", "rope_theta": theta}
     return {"full_attention": found, "sliding_attention": local}
 

@@ -131,7 +131,15 @@ MORE: dict[str, tuple[str, dict[str, Any]]] = {
         "granite: all factors, biases, tied", attention_bias=False, mlp_bias=False
     ),
     "olmo2: MQA": ("Olmo2Config", MODERN | MQA | dict(rms_norm_eps=1e-3)),
-    "olmo3: yarn in full layers": changed(
+    "olmo3: yarn in full layers": (
+        "Olmo3Config",
+        MODERN
+        | THREE
+        | WINDOWS
+        | rope_by_layer(rope_type="yarn", rope_theta=1e4, **YARN)
+        | dict(sliding_window=5),
+    ),
+    "olmo3: yarn in full layers, two bases": changed(
         "olmo3: yarn in full layers, biases, tied", attention_bias=False, tie_word_embeddings=False
     ),
     "seed_oss: tied": changed("seed_oss", **TIED),

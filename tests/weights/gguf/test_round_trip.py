@@ -68,6 +68,7 @@ REFUSED = {
     "granite: small residuals, MQA": "model.activation=gelu",
     "olmo2: biases, tied, MQA": "model.attention.qkv_bias=True",
     "olmo3: yarn in full layers, biases, tied": "model.attention.qkv_bias=True",
+    "olmo3: yarn in full layers, two bases": "model.rope_parameters",
     "exaone4": "model.rope_layers=[True",
     "exaone4: wide heads, full layers alone": "model.rope_layers=[False",
     "ministral3: window, tied": "mistral3.attention.temperature_scale",
