@@ -1,4 +1,4 @@
-"""`bptjax evaluate`: measures a model by `TASKS`; writes tables, rows and plots."""
+"""`bptjax evaluate`: measures a model by `EVALUATIONS`; writes tables, rows and plots."""
 
 import json
 import os
@@ -10,7 +10,8 @@ from typing import Any
 from rich.console import Console
 
 from bptjax.cli.main import launch, warn
-from bptjax.evaluation import TASKS, Task
+from bptjax.evaluation import EVALUATIONS, Evaluation
+from bptjax.evaluation.context import task_names
 from bptjax.models.decoder import Decoder
 from bptjax.models.generation import length_warning
 from bptjax.parsing.keys import check_seed
@@ -31,28 +32,31 @@ def run(args: Namespace) -> int:
       ValueError, OSError: one line about the wrong flag, data or checkpoint.
     """
     _check(args)
-    tasks = {name: kind(args) for name, kind in TASKS.items() if kind.asked(args)}
+    chosen = {name: kind(args) for name, kind in EVALUATIONS.items() if kind.asked(args)}
     pretrained, tokenizer = open_decoder(args.model, args.tokenizer, warn)
-    longest = max(task.longest or 1 for task in tasks.values())
+    longest = max(each.longest or 1 for each in chosen.values())
     if line := length_warning(pretrained.config, longest):
         warn(line)
-    for task in tasks.values():
-        task.check(tokenizer)
+    for evaluation in chosen.values():
+        evaluation.check(tokenizer)
     model = load_opened(pretrained, args.dtype, args.device, warn, cached=(1, longest))
     trained = trained_length(args.model, model)
-    for name, task in tasks.items():
-        _report(task, task.rows(model, tokenizer), args.out / name, trained)
+    for name, evaluation in chosen.items():
+        _report(evaluation, evaluation.rows(model, tokenizer), args.out / name, trained)
     if trained is not None:
         print(f"trained length: {trained:,} tokens")
     return 0
 
 
 def _check(args: Namespace) -> None:
-    if not any(kind.asked(args) for kind in TASKS.values()):
-        raise ValueError("--data (held-out loss) or --passkey_lengths (retrieval) must be given")
-    names = "length", "seq_len", "batches", "buckets", "documents", "trials"
+    if not any(kind.asked(args) for kind in EVALUATIONS.values()):
+        raise ValueError("--data (held-out loss) or --tasks (use of the context) must be given")
+    task_names(args.tasks)
+    if bool(args.tasks) != bool(args.lengths):
+        raise ValueError("--tasks and --lengths: must be given together")
+    names = "length", "seq_len", "batches", "buckets", "documents", "samples"
     numbers = [(name, getattr(args, name)) for name in names if getattr(args, name) is not None]
-    for name, number in [*numbers, *(("passkey_lengths", n) for n in args.passkey_lengths)]:
+    for name, number in [*numbers, *(("lengths", n) for n in args.lengths)]:
         least = 2 if name == "length" else 1
         if not least <= number <= MOST:
             raise ValueError(f"--{name}={number}: must be in [{least}, {MOST}]")
@@ -66,9 +70,6 @@ def _check(args: Namespace) -> None:
     if not there.is_dir():
         raise ValueError(f"--out={args.out}: must be a directory, but {there} is a file")
     check_seed("--seed", args.seed)
-    for depth in args.depths:
-        if not 0.0 <= depth <= 1.0:
-            raise ValueError(f"--depths={depth}: must be between 0 and 1")
 
 
 def trained_length(name: str, model: Decoder) -> int | None:
@@ -79,11 +80,13 @@ def trained_length(name: str, model: Decoder) -> int | None:
     return model.config.max_position_embeddings
 
 
-def _report(task: Task, rows: list[dict[str, Any]], file: Path, trained: int | None) -> None:
-    Console().print(task.table(rows))
+def _report(
+    evaluation: Evaluation, rows: list[dict[str, Any]], file: Path, trained: int | None
+) -> None:
+    Console().print(evaluation.table(rows))
     file.parent.mkdir(parents=True, exist_ok=True)
     file.with_suffix(".json").write_text(json.dumps(rows, indent=1) + "\n")
     print(f"rows: {file}.json")
-    if task.plot is not None:
-        task.plot(rows, file.with_suffix(".png"), trained)
+    if evaluation.plot is not None:
+        evaluation.plot(rows, file.with_suffix(".png"), trained)
         print(f"plot: {file}.png")

@@ -23,7 +23,7 @@ COMMANDS = {
     "profile": "show the time of a step by part, and its memory over the step",
     "generate": "continue prompts with a model",
     "chat": "talk with a model in the terminal",
-    "evaluate": "measure held-out loss, perplexity by position and pass-key retrieval",
+    "evaluate": "measure held-out loss, perplexity by position and use of the context",
     "convert": "convert checkpoints and adapters from and to Hugging Face and GGUF",
     "compare": "time implementations of a transformer layer",
     "configs": "list the configs that come with bptjax, or copy one",
@@ -201,12 +201,19 @@ def evaluate() -> Parser:
     add("--length", type=int, help="tokens read of each document")
     add("--buckets", type=int, default=8, help="number of ranges of positions")
     add("--documents", type=int, default=16, help="largest number of documents, chosen at random")
-    add = parser.add_argument_group("pass-key retrieval").add_argument
-    add("--passkey_lengths", type=int, nargs="+", default=[], help="prompt lengths in tokens")
-    depths = "positions of the key in the prompt, 0 the start and 1 the end"
-    add("--depths", type=float, nargs="+", default=[0.0, 0.25, 0.5, 0.75, 1.0], help=depths)
-    add("--trials", type=int, default=5, help="number of keys for each length and depth")
-    add("--seed", type=int, default=0, help="seed of the documents and keys")
+    add = parser.add_argument_group("use of the context").add_argument
+    tasks = "tasks of retrieval, tracking and counting, such as passkey and niah_single, or all"
+    add("--tasks", nargs="+", default=[], metavar="NAME", help=tasks)
+    lengths = "lengths of prompt and answer together, in tokens"
+    add("--lengths", type=int, nargs="+", default=[], help=lengths)
+    add("--samples", type=int, default=25, help="number of prompts for each task and length")
+    haystack = "files of text or records to hide facts in, instead of made sentences"
+    add("--haystack", nargs="+", default=[], metavar="FILES", help=haystack)
+    plain = "prompts without the tokenizer's chat template"
+    add("--no_chat", action="store_true", help=plain)
+    save = "write prompts, answers and references to OUT/prompts"
+    add("--save_prompts", action="store_true", help=save)
+    add("--seed", type=int, default=0, help="seed of the documents and prompts")
     add = parser.add_argument_group("output").add_argument
     add("--out", type=Path, default=Path("evaluation"), help="directory of JSON and plots")
     return parser

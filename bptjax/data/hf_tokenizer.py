@@ -106,8 +106,17 @@ class HFTokenizer:
     def encode(self, text: str) -> np.ndarray:
         text = _scalar_values(text)
         with _faults(CANNOT_ENCODE, cause=True):
-            ids = self._tokenizer.encode(text, verbose=False, add_special_tokens=False)
+            if self._tokenizer.is_fast:
+                # Without offsets, which take as much time as the tokens.
+                backend = self._tokenizer.backend_tokenizer
+                (encoded,) = backend.encode_batch_fast([text], add_special_tokens=False)
+                ids = encoded.ids
+            else:
+                ids = self._tokenizer.encode(text, verbose=False, add_special_tokens=False)
         return self._checked(ids)
+
+    def encode_rendered(self, text: str) -> np.ndarray:
+        return self.encode(text)
 
     def encode_prompt(self, text: str) -> np.ndarray:
         return np.concatenate([self.prefix, self.encode(text)])

@@ -263,7 +263,7 @@ def chat_prompt(messages: Sequence[Message], tokenizer: Tokenizer) -> np.ndarray
     template = tokenizer.chat_template
     if template is None:
         raise ValueError("tokenizer: must have a chat template")
-    return tokenizer.encode_parts([render(messages, template, tokenizer, answer=True)[0]])[0]
+    return tokenizer.encode_rendered(render(messages, template, tokenizer, answer=True)[0])
 
 
 def opening(text: str, system: str | None = None) -> list[Message]:

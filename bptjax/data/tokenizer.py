@@ -79,6 +79,10 @@ class Tokenizer(Protocol):
         """Returns token ids with `prefix`, the start of a document that generation continues."""
         ...
 
+    def encode_rendered(self, text: str) -> np.ndarray:
+        """Returns token ids of the text of a chat template, including special tokens in it."""
+        ...
+
     def encode_pair(self, text: str, pair: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Tokenizes a pair of texts with the special tokens around them.
 
@@ -164,12 +168,12 @@ class _Plain:
         return np.concatenate(parts), types, np.repeat([-1, 0, -1, 1, -1], sizes)
 
     def encode_parts(self, parts: Sequence[str]) -> tuple[np.ndarray, list[tuple[int, int]]]:
-        each = [self._encode_special(part) for part in parts]
+        each = [self.encode_rendered(part) for part in parts]
         edges = np.cumsum([0, *map(len, each)]).tolist()
         ids = np.concatenate([np.zeros(0, np.int32), *each])
         return ids, list(itertools.pairwise(edges))
 
-    def _encode_special(self, text: str) -> np.ndarray:
+    def encode_rendered(self, text: str) -> np.ndarray:
         first, *others = text.split(SEPARATOR) if self.eos_id is not None else [text]
         parts = [self.encode(first)]
         for other in others:

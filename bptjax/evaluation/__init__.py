@@ -1,13 +1,13 @@
 """Evaluations: one kind per file, and their table."""
 
+from bptjax.evaluation.context import ContextTasks
 from bptjax.evaluation.held_out import HeldOut
-from bptjax.evaluation.passkey import PassKey
 from bptjax.evaluation.perplexity import Perplexity
-from bptjax.evaluation.task import Task
+from bptjax.evaluation.protocol import Evaluation
 
 # Evaluations by the name of their files of rows and plots.
-TASKS: dict[str, type[Task]] = {
+EVALUATIONS: dict[str, type[Evaluation]] = {
     "held_out": HeldOut,
     "perplexity": Perplexity,
-    "passkey": PassKey,
+    "tasks": ContextTasks,
 }

@@ -86,7 +86,7 @@ _NAMES = {
     ),
 }
 OTHER_NAMES = {name: key for key, names in _NAMES.items() for name in names.split()}
-# Names in other programs without a counterpart here, by the reason.
+# Names in other programs, or in earlier versions, without a counterpart here, by the reason.
 _REASONS = {
     "adapters have no biases": "bias",
     "the tokenizer has the chat template": "chat_template",
@@ -105,6 +105,7 @@ _REASONS = {
     "fields that no format names are not read": "remove_unused_columns",
     "exports are safetensors": "save_safetensors",
     "every step is compiled": "torch_compile use_liger_kernel",
+    "evaluate has --tasks passkey --lengths N --samples N": "passkey_lengths depths trials",
     "code of a checkpoint never runs": "trust_remote_code",
 }
 NO_COUNTERPART = {name: why for why, names in _REASONS.items() for name in names.split()}

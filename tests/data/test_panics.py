@@ -51,7 +51,8 @@ def test_a_panic_of_the_tokenizer_is_a_value_error(panicking, monkeypatch):
     with pytest.raises(ValueError, match="cannot decode the tokens: index out of range"):
         tokenizer.decode([1])
     with pytest.raises(KeyboardInterrupt), monkeypatch.context() as patch:
-        patch.setattr(type(tokenizer._tokenizer), "encode", Mock(side_effect=KeyboardInterrupt))
+        interrupted = property(Mock(side_effect=KeyboardInterrupt))
+        patch.setattr(type(tokenizer._tokenizer), "backend_tokenizer", interrupted)
         tokenizer.encode("b")
 
 

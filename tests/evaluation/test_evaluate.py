@@ -1,4 +1,4 @@
-"""Evaluation of long text: by position, and pass keys."""
+"""Evaluation of long text by position, and the command line."""
 
 import gzip
 import io
@@ -9,14 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from chats import loaded, raw_tokenizer
 from rich.console import Console
 
 from bptjax.cli import evaluate
 from bptjax.data.stream import Stream, StreamSizes
 from bptjax.data.text import open_documents
 from bptjax.data.tokenizer import ByteTokenizer
-from bptjax.evaluation import passkey, perplexity
+from bptjax.evaluation import context, perplexity
 from bptjax.models.config import ModelConfig
 from bptjax.models.decoder import Decoder
 from bptjax.ops.loss import linear_cross_entropy
@@ -66,61 +65,18 @@ def test_too_short_documents_are_refused(model):
         )
 
 
-@pytest.mark.parametrize("depth", [0.0, 0.5, 1.0])
-def test_the_key_stands_at_its_depth(depth):
-    prompt = passkey.passkey_prompt(BYTES, 2000, depth, 54_321)
-    assert 1900 < len(prompt) <= 2000
-    text = BYTES.decode(prompt.tolist())
-    assert text.startswith(passkey.INTRODUCTION) and text.endswith(passkey.QUESTION)
-    before, after = text.split(passkey.KEY.format(54_321))
-    fillers = [part.count(passkey.FILLER) for part in (before, after)]
-    assert fillers[0] / sum(fillers) == pytest.approx(depth, abs=0.05)
-
-
-def test_parts_of_a_prompt_are_tokenized_at_once():
-    """A tokenizer that puts a space before every text puts one before the whole prompt alone."""
-    tokenizer = loaded(raw_tokenizer("prepend"))
-    prompt = passkey.passkey_prompt(tokenizer, 900, 0.5, 54_321)
-    text = tokenizer.decode(prompt.tolist())
-    assert 800 < len(prompt) <= 900 and "\nThe pass key is 54321" in text and "\n " not in text
-
-
-def test_the_first_number_that_is_given_counts(model, monkeypatch):
-    """A model that finds the key, one that gives another number, and one that gives none."""
-    asked = []
-
-    def answers(model, tokenizer, prompts, **options):
-        text = tokenizer.decode(prompts[0].tolist())
-        key = text.split("The pass key is ")[1][:5]
-        asked.append(len(prompts[0]) + options["new_tokens"])
-        yield [[f" {key}. 1", f" 1 {key}", " none"][len(asked) % 3]]
-
-    monkeypatch.setattr(passkey, "continuations", answers)
-    rows = passkey.passkey(
-        model,
-        BYTES,
-        lengths=[600],
-        depths=[0.0, 1.0],
-        trials=3,
-        seed=0,
-        dtype=jnp.float32,
-    )
-    assert [row["accuracy"] for row in rows] == [1 / 3, 1 / 3]
-    assert max(asked) <= 600
-
-
 def test_command_line(tmp_path, capsys, model, monkeypatch):
     text = tmp_path / "long.txt"
     text.write_text("it was a dark and stormy night. " * 40)
     monkeypatch.setattr(evaluate, "open_decoder", lambda *a, **k: (model, BYTES))
     monkeypatch.setattr(evaluate, "load_opened", lambda found, *a, **k: found)
     options = ["--model", "it", "--data", str(text), "--length", "64", "--buckets", "2"]
-    options += ["--passkey-lengths", "500", "--depths", "0.5", "--trials", "1"]
+    options += ["--tasks", "passkey", "--lengths", "500", "--samples", "1"]
     assert evaluate.main([*options, "--out", str(tmp_path / "out")]) == 0
     said = capsys.readouterr().out
-    assert "Perplexity by position (1 document)" in said and "Pass keys found, by" in said
-    assert re.search(r"0\.5 .* 0/1 ", said) and "trained length" not in said
-    for name, count in (("perplexity", 2), ("passkey", 1)):
+    assert "Perplexity by position (1 document)" in said and "by task and length" in said
+    assert re.search(r"passkey .* 0\.00 ", said) and "trained length" not in said
+    for name, count in (("perplexity", 2), ("tasks", 1)):
         assert len(json.loads((tmp_path / "out" / f"{name}.json").read_text())) == count
         assert (tmp_path / "out" / f"{name}.png").stat().st_size > 1000
 
@@ -128,8 +84,12 @@ def test_command_line(tmp_path, capsys, model, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ([], "--data .held-out loss. or --passkey_lengths"),
-        (["--passkey-lengths", "500", "--depths", "2"], "--depths=2.0: must be between 0 and 1"),
+        ([], "--data .held-out loss. or --tasks"),
+        (["--tasks", "none", "--lengths", "500"], "--tasks=none: must be all or one of passkey, n"),
+        (["--tasks", "all"], "--tasks and --lengths: must be given together"),
+        (["--lengths", "500"], "--data .held-out loss. or --tasks"),
+        (["--passkey-lengths", "500"], "evaluate has --tasks passkey --lengths N --samples N"),
+        (["--tasks=all", "--lengths=500", "--haystack", "/nowhere"], "/nowhere"),
         (["--data", "/nowhere"], "/nowhere"),
         (
             ["--data", "python-stdlib", "--length", "4", "--buckets", "4"],
@@ -140,8 +100,8 @@ def test_command_line(tmp_path, capsys, model, monkeypatch):
             ["--data", "python-stdlib", "--length", "9" * 30],
             r"--length=9+: must be in \[2, 16777216",
         ),
-        (["--passkey-lengths", "9" * 30], r"--passkey_lengths=9+: must be in \[1, 16777216"),
-        (["--data", "python-stdlib", "--trials", "0"], r"--trials=0: must be in \[1, 16777216"),
+        (["--tasks=all", "--lengths", "9" * 30], r"--lengths=9+: must be in \[1, 16777216"),
+        (["--data", "python-stdlib", "--samples", "0"], r"--samples=0: must be in \[1, 16777216"),
     ],
 )
 def test_bad_input_is_one_line(tmp_path, capsys, options, message):
@@ -155,17 +115,17 @@ def test_a_file_in_place_of_the_output_is_refused_first(tmp_path, capsys):
     """It was found after the evaluation."""
     (tmp_path / "file").touch()
     for out in (tmp_path / "file", tmp_path / "file" / "more"):
-        command = ["--model=nowhere/it", "--passkey_lengths=500", f"--out={out}"]
+        command = ["--model=nowhere/it", "--tasks=all", "--lengths=500", f"--out={out}"]
         assert evaluate.main(command) == 2
         error = f"error: --out={out}: must be a directory, but {tmp_path / 'file'} is a file\n"
         assert capsys.readouterr().err == error
 
 
-def keys(lengths, depths):
+def scores(lengths, names):
     return [
-        dict(length=n, depth=d, trials=8, accuracy=(i + j) % 9 / 8)
+        dict(task=name, length=n, samples=8, score=(i + j) % 9 / 8, low=0.0, high=1.0)
         for i, n in enumerate(lengths)
-        for j, d in enumerate(depths)
+        for j, name in enumerate(names)
     ]
 
 
@@ -175,22 +135,18 @@ def printed(table):
     return console.file.getvalue()
 
 
-@pytest.mark.parametrize("turned", [False, True])
-def test_tables_hold_counts_in_80_columns(turned):
-    lengths, depths = [2**i for i in range(14, 20)], [0.0, 0.25, 0.5, 0.75, 1.0]
-    lengths = lengths if turned else lengths[:5]
-    text = printed(passkey.passkey_table(keys(lengths, depths)))
+def test_tables_fit_in_80_columns():
+    lengths, names = [2**i for i in range(15, 19)], ["passkey", "variable_tracking", "record"]
+    text = printed(context.context_table(scores(lengths, names)))
     assert max(map(len, text.splitlines())) <= 80 and "…" not in text
-    first = "16,384" if turned else "0.25"
-    (line,) = (line for line in text.splitlines() if f" {first} " in line and "\\" not in line)
-    wanted = [f"{(j if turned else j + 1) % 9}/8" for j in range(5)]
-    assert re.findall(r"\d/\d", line) == wanted
+    (line,) = (line for line in text.splitlines() if "variable_tracking" in line)
+    assert re.findall(r"\d\.\d\d", line) == ["0.12", "0.25", "0.38", "0.50"]
     row = dict(start=1, end=524_288, documents=16, loss=12.3456, perplexity=230_000.0)
     assert "1 to 524,288" in printed(perplexity.perplexity_table([row]))
 
 
 def test_plots_mark_the_trained_length(tmp_path, monkeypatch):
-    """As a line; keys as numbers."""
+    """As a line; scores as numbers."""
     from matplotlib.figure import Figure
 
     saved = []
@@ -202,10 +158,12 @@ def test_plots_mark_the_trained_length(tmp_path, monkeypatch):
     assert [len(axes.lines) for axes in (none, beyond)] == [0, 0]
     assert list(marked.lines[0].get_xdata()) == [40, 40]
     assert marked.get_legend().get_texts()[0].get_text() == "trained length, 40"
-    passkey.plot_passkey(keys([32, 64, 128], [0.0, 1.0]), tmp_path, 64)
+    context.plot_context(scores([32, 64, 128], ["passkey", "record"]), tmp_path, 64)
     axes = saved[-1]
     assert list(axes.lines[0].get_xdata()) == [1.5, 1.5]
-    assert [text.get_text() for text in axes.texts] == ["0/8", "1/8", "1/8", "2/8", "2/8", "3/8"]
+    assert [text.get_text() for text in axes.texts] == [
+        *("0.00", "0.12", "0.12", "0.25", "0.25", "0.38")
+    ]
 
 
 def test_the_trained_length_is_that_of_the_run_or_the_checkpoint(tmp_path, model):

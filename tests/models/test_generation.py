@@ -342,10 +342,10 @@ def test_bad_tokenizers_and_models_give_one_line(run_directory, tmp_path, capsys
     assert evaluate.main([*base, *options, "--out", str(tmp_path / "out")]) == 2
     assert "input_ids from 1 to 3000" in capsys.readouterr().err
     # Before anything else is evaluated.
-    text = ["--data", "python-stdlib", "--passkey-lengths", "600", "10"]
+    text = ["--data", "python-stdlib", "--tasks", "passkey", "--lengths", "600", "10"]
     assert evaluate.main([*base, *text, "--out", str(tmp_path / "out")]) == 2
     assert (
-        "--passkey_lengths=10: must be at least" in capsys.readouterr().err
+        "--lengths=10: must be at least" in capsys.readouterr().err
         and not (tmp_path / "out").exists()
     )
 

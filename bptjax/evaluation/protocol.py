@@ -11,8 +11,9 @@ from bptjax.data.tokenizer import Tokenizer
 from bptjax.models.decoder import Decoder
 
 
-class Task(Protocol):
-    """A kind of evaluation, with the flags of one call of `bptjax evaluate`; a value of `TASKS`.
+class Evaluation(Protocol):
+    """A kind of evaluation, with the flags of one call of `bptjax evaluate`; a value of
+    `EVALUATIONS`.
 
     Attributes:
       longest: tokens of the longest text that the model reads; None if the model decides.
