@@ -1,5 +1,6 @@
 """Text that tasks are made of: names, coined words, filler sentences, documents of the user."""
 
+import math
 import re
 from collections.abc import Callable
 
@@ -62,19 +63,19 @@ def different(rng: np.random.Generator, most: int, count: int) -> list[int]:
 def names(rng: np.random.Generator, count: int) -> list[str]:
     """Returns different names of an adjective and a noun; of more adjectives for many names."""
     lists = [ADJECTIVES, NOUNS]
-    while np.prod([len(words) for words in lists]) < 2 * count:
+    while math.prod([len(words) for words in lists]) < 2 * count:
         lists.insert(0, ADJECTIVES)
     sizes = [len(words) for words in lists]
-    numbers = np.unravel_index(different(rng, np.prod(sizes), count), sizes)
+    numbers = np.unravel_index(different(rng, math.prod(sizes), count), sizes)
     return ["-".join(map(list.__getitem__, lists, each)) for each in zip(*numbers, strict=True)]
 
 
 def coined_words(rng: np.random.Generator, count: int) -> list[str]:
     """Returns different words that can be pronounced, of six letters; of more for many words."""
     sizes = [len(SYLLABLES)] * 3
-    while np.prod(sizes) < 2 * count:
+    while math.prod(sizes) < 2 * count:
         sizes.append(len(SYLLABLES))
-    numbers = np.unravel_index(different(rng, np.prod(sizes), count), sizes)
+    numbers = np.unravel_index(different(rng, math.prod(sizes), count), sizes)
     return ["".join(map(SYLLABLES.__getitem__, each)) for each in zip(*numbers, strict=True)]
 
 
