@@ -178,10 +178,10 @@ def evaluate() -> Parser:
     """Returns the flags of `bptjax evaluate`."""
     parser = Parser(
         prog="bptjax evaluate",
-        usage="%(prog)s --model MODEL [--data PATH] [--passkey_lengths INT ...]",
+        usage="%(prog)s --model MODEL [--data PATH] [--tasks NAME ...]",
         description="Measures the loss of a model on --data, as the evaluations of a run do, or "
-        "with --length its perplexity by position in long text; and how often it finds a pass key "
-        "hidden in --passkey_lengths tokens. Prints tables and writes JSON and plots.",
+        "with --length its perplexity by position in long text; and by --tasks whether it uses its "
+        "context in prompts of --lengths tokens. Prints tables and writes JSON and plots.",
     )
     _model_flags(parser)
     add = parser.add_argument_group("data").add_argument
