@@ -24,6 +24,7 @@ FLOORS = {
     "models": ["models"],
     "weights": ["weights", "optim"],
     "objectives": ["objectives"],
+    "tasks": ["tasks"],
     "root config": ["config", "config_parser"],
     "training": ["cost", "training"],
     "evaluation": ["evaluation"],

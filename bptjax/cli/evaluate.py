@@ -11,11 +11,11 @@ from rich.console import Console
 
 from bptjax.cli.main import launch, warn
 from bptjax.evaluation import EVALUATIONS, Evaluation
-from bptjax.evaluation.context import task_names
 from bptjax.models.decoder import Decoder
 from bptjax.models.generation import length_warning
 from bptjax.parsing.keys import check_seed
 from bptjax.run.yaml_files import RUN_CONFIG, read_yaml
+from bptjax.tasks import task_names
 from bptjax.weights.loading import load_opened, open_decoder
 
 # Largest number that a flag may have. That many losses take 128 MiB.
@@ -51,7 +51,7 @@ def run(args: Namespace) -> int:
 def _check(args: Namespace) -> None:
     if not any(kind.asked(args) for kind in EVALUATIONS.values()):
         raise ValueError("--data (held-out loss) or --tasks (use of the context) must be given")
-    task_names(args.tasks)
+    task_names(args.tasks, "--tasks")
     if bool(args.tasks) != bool(args.lengths):
         raise ValueError("--tasks and --lengths: must be given together")
     names = "length", "seq_len", "batches", "buckets", "documents", "samples"

@@ -2,15 +2,10 @@
 
 import hashlib
 import json
-import os
 import zlib
 from argparse import Namespace
-from collections import deque
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
-from statistics import NormalDist
 from typing import Any
 
 import jax
@@ -20,48 +15,13 @@ from rich.table import Table
 from bptjax.data.templates import describe_clock_and_chance
 from bptjax.data.tokenizer import Tokenizer
 from bptjax.evaluation.plots import mark, new_figure
-from bptjax.evaluation.tasks import TASKS
-from bptjax.evaluation.tasks.sample import Sample, Sampler, encoder
-from bptjax.evaluation.tasks.words import Haystack
 from bptjax.models.decoder import Decoder
-from bptjax.models.generation import continuations
-from bptjax.models.sampling import Sampling
 from bptjax.run.output import plural, write_atomically
 from bptjax.run.progress import Progress
-
-# Probability that an interval covers, and resamples of a bootstrap.
-COVERAGE, RESAMPLES = 0.95, 2000
-# Largest number of prompt tokens that the model reads at a time.
-CHUNK = 2048
-# Samples that are made before the model needs them.
-AHEAD = 4
-
-
-def task_names(given: list[str]) -> list[str]:
-    """Returns the tasks that `--tasks` names, in the order of the table.
-
-    Raises:
-      ValueError: a task is unknown.
-    """
-    for name in given:
-        if name not in TASKS and name != "all":
-            raise ValueError(f"--tasks={name}: must be all or one of {', '.join(TASKS)}")
-    return [name for name in TASKS if name in given or "all" in given]
-
-
-def interval(scores: np.ndarray, whole: bool, seed: int) -> tuple[float, float]:
-    """Returns the ends of the 95 % interval of the mean score: Wilson's if each score is 0 or 1
-    (`whole`), else a bootstrap's."""
-    n, mean = len(scores), float(scores.mean())
-    if not whole:
-        chosen = np.random.default_rng(seed).integers(n, size=(RESAMPLES, n))
-        edges = (1 - COVERAGE) / 2, (1 + COVERAGE) / 2
-        low, high = np.quantile(scores[chosen].mean(1), edges).tolist()
-        return low, high
-    z = NormalDist().inv_cdf((1 + COVERAGE) / 2)
-    center = (mean + z**2 / (2 * n)) / (1 + z**2 / n)
-    half = z * (mean * (1 - mean) / n + z**2 / (4 * n**2)) ** 0.5 / (1 + z**2 / n)
-    return max(center - half, 0.0), min(center + half, 1.0)
+from bptjax.tasks import TASKS, task_names
+from bptjax.tasks.sample import Sampler, encoder
+from bptjax.tasks.scores import Scores, answers
+from bptjax.tasks.words import Haystack
 
 
 def digest(model: Decoder) -> str:
@@ -70,18 +30,6 @@ def digest(model: Decoder) -> str:
     for leaf in jax.tree.leaves(model):
         found.update(np.asarray(leaf[(0,) * (leaf.ndim - 1)] if leaf.ndim else leaf).tobytes())
     return found.hexdigest()[:16]
-
-
-def made_ahead(make: Callable[[int], Sample], count: int) -> Iterator[Sample]:
-    """Yields `make(i)` for each i below `count`, and makes a few in threads meanwhile. Tokenizers
-    run in parallel."""
-    with ThreadPoolExecutor(min(AHEAD, os.cpu_count() or 1)) as pool:
-        waiting = deque(pool.submit(make, i) for i in range(min(AHEAD, count)))
-        for i in range(count):
-            sample = waiting.popleft().result()
-            if i + AHEAD < count:
-                waiting.append(pool.submit(make, i + AHEAD))
-            yield sample
 
 
 def context_table(rows: list[dict[str, Any]]) -> Table:
@@ -132,7 +80,7 @@ class ContextTasks:
     table, plot = staticmethod(context_table), staticmethod(plot_context)
 
     def __init__(self, args: Namespace):
-        self.args, self.names = args, task_names(args.tasks)
+        self.args, self.names = args, task_names(args.tasks, "--tasks")
         self.lengths, self.longest = sorted(set(args.lengths)), max(args.lengths)
         self.file = args.out / "tasks.json"
         self.filler = None
@@ -155,7 +103,10 @@ class ContextTasks:
             lines = "prompts are in the chat template", *describe_clock_and_chance(tokenizer)
             print("\n".join(lines))
         self._finished()
-        self.encode = encoder(tokenizer, chat)
+        try:
+            self.encode = encoder(tokenizer, chat)
+        except ValueError as error:
+            raise ValueError(f"--tasks: {error}; use --no_chat") from error
         for name in self.names:
             self._sampler(name, self.lengths[0], tokenizer)
 
@@ -207,40 +158,19 @@ class ContextTasks:
         self, model: Decoder, tokenizer: Tokenizer, name: str, length: int, progress: Progress
     ) -> dict[str, Any]:
         """Measures the score of one task and length."""
-        task, args = TASKS[name], self.args
-        sampler = self._sampler(name, length, tokenizer)
-        scores, depths, whole = [], [], True
-        # Prompts of nearly the same length then have caches of the same size.
-        chunk = min(CHUNK, 2 ** max(int(np.log2(length)) - 2, 0))
+        args, sampler = self.args, self._sampler(name, length, tokenizer)
+        scores, dtype = Scores(sampler, args.seed), model.head_matrix.dtype
         file = args.out / "prompts" / f"{name}_{length}.jsonl"
         if args.save_prompts:
             file.parent.mkdir(parents=True, exist_ok=True)
         with file.open("w") if args.save_prompts else nullcontext() as saved:
-            for sample in made_ahead(sampler.__getitem__, args.samples):
-                *_, (text,) = continuations(
-                    model,
-                    tokenizer,
-                    [sample.ids],
-                    new_tokens=sample.new_tokens,
-                    sampling=Sampling(temperature=0.0),
-                    prefill_chunk=chunk,
-                    dtype=model.head_matrix.dtype,
-                )
-                drawn = sample.drawn
-                scores.append(task.score(text, drawn.references))
-                depths.append(drawn.depth)
-                whole = whole and len(drawn.references) == 1
+            for answer in answers(model, tokenizer, sampler, args.samples, dtype):
+                scores.add(answer)
                 if saved:
-                    line = dict(task=name, length=length, sample=len(scores) - 1)
-                    line |= dict(prompt=sample.prompt, start=sample.start, answer=text)
-                    line |= dict(references=drawn.references, score=scores[-1], depth=drawn.depth)
+                    sample, drawn = answer.sample, answer.sample.drawn
+                    line = dict(task=name, length=length, sample=len(scores.scores) - 1)
+                    line |= dict(prompt=sample.prompt, start=sample.start, answer=answer.text)
+                    line |= dict(references=drawn.references, score=answer.score, depth=drawn.depth)
                     saved.write(json.dumps(line) + "\n")
                 progress.advance(length)
-        array = np.array(scores)
-        low, high = interval(array, whole, args.seed)
-        row: dict[str, Any] = dict(task=name, length=length, samples=len(scores))
-        row |= dict(score=float(array.mean()), low=low, high=high)
-        if None not in depths:
-            at = np.array(depths)
-            row["by_depth"] = {f"{d:g}": float(array[at == d].mean()) for d in np.unique(at)}
-        return row | self.settings
+        return scores.row() | self.settings

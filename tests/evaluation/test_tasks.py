@@ -10,13 +10,13 @@ from chats import loaded, raw_tokenizer
 
 from bptjax.cli import evaluate
 from bptjax.data.tokenizer import ByteTokenizer
-from bptjax.evaluation import context
-from bptjax.evaluation.tasks import TASKS
-from bptjax.evaluation.tasks.needles import KEY, hide
-from bptjax.evaluation.tasks.sample import Sampler, encoder, first_number, recall
-from bptjax.evaluation.tasks.words import Haystack, coined_words, essay, names
 from bptjax.models.config import ModelConfig
 from bptjax.models.decoder import Decoder
+from bptjax.tasks import TASKS, scores
+from bptjax.tasks.needles import KEY, hide
+from bptjax.tasks.sample import Sampler, encoder, first_number, recall
+from bptjax.tasks.scores import interval
+from bptjax.tasks.words import Haystack, coined_words, essay, names
 
 BYTES = ByteTokenizer()
 CHAT = BYTES.with_chat(
@@ -145,9 +145,9 @@ def test_documents_of_the_user_are_the_filler(tmp_path):
 def test_intervals():
     """Wilson's of 8 in 10 is 0.490 to 0.943 (Newcombe 1998's formula by hand)."""
     scores = np.array([1.0] * 8 + [0.0] * 2)
-    assert context.interval(scores, True, 0) == pytest.approx((0.4902, 0.9433), abs=1e-4)
-    assert context.interval(np.ones(10), True, 0) == pytest.approx((0.7225, 1.0), abs=1e-4)
-    low, high = context.interval(np.tile([0.25, 0.75], 50), False, 0)
+    assert interval(scores, True, 0) == pytest.approx((0.4902, 0.9433), abs=1e-4)
+    assert interval(np.ones(10), True, 0) == pytest.approx((0.7225, 1.0), abs=1e-4)
+    low, high = interval(np.tile([0.25, 0.75], 50), False, 0)
     assert (low, high) == pytest.approx((0.45, 0.55), abs=0.01)
 
 
@@ -167,7 +167,7 @@ def command(tmp_path, model, monkeypatch):
         references = re.findall(r"is (\d{7})\b", asked[-1]) or [asked[-1].split("key is ")[1][:5]]
         yield ["" if len(asked) % 2 else f" {references[0]}."]
 
-    monkeypatch.setattr(context, "continuations", answers)
+    monkeypatch.setattr(scores, "continuations", answers)
     monkeypatch.setattr(evaluate, "open_decoder", lambda *a, **k: (model, CHAT))
     monkeypatch.setattr(evaluate, "load_opened", lambda found, *a, **k: found)
 
@@ -238,5 +238,5 @@ def test_a_small_model_answers(tmp_path, model, capsys, monkeypatch):
 
 def test_a_template_without_the_answer_is_refused():
     tokenizer = BYTES.with_chat("{{ messages[0].content }}", [])
-    with pytest.raises(ValueError, match="does not write a prompt and its answer; use --no_chat"):
+    with pytest.raises(ValueError, match="must write a prompt and its answer"):
         encoder(tokenizer, True)

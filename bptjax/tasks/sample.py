@@ -9,7 +9,7 @@ import numpy as np
 
 from bptjax.data.templates import render
 from bptjax.data.tokenizer import Tokenizer
-from bptjax.evaluation.tasks.words import Filler
+from bptjax.tasks.words import Filler
 
 # Share of the length that is aimed at, and that is enough.
 AIM, ENOUGH = 0.993, 0.985
@@ -102,7 +102,7 @@ def encoder(tokenizer: Tokenizer, chat: bool) -> Encode:
     before, _, rest = text.partition(PROMPT)
     between, found, _ = rest.partition(ANSWER)
     if not found:
-        raise ValueError("the chat template does not write a prompt and its answer; use --no_chat")
+        raise ValueError("the chat template must write a prompt and its answer")
     return lambda prompt, start: tokenizer.encode_rendered(before + prompt + between + start)
 
 
@@ -110,7 +110,7 @@ class Sampler:
     """The samples of one task and length, which depend on the seed and their index alone.
 
     The number of units for the length is found once. The text of a sample is tokenized once; it is
-    made again in the rare case that it is too long or too short.
+    made again in the rare case that it is too long or too short. `key` names the length in errors.
 
     Raises:
       ValueError: the length is too short for the task.
@@ -126,14 +126,16 @@ class Sampler:
         encode: Encode,
         seed: int,
         filler: Filler | None = None,
+        key: str = "--lengths",
     ):
-        self.task, self.length, self.filler = task, length, filler
+        self.name, self.task, self.length, self.filler = name, task, length, filler
+        self._key = key
         self._tokenizer, self._encode = tokenizer, encode
-        self._key = seed, zlib.crc32(name.encode()), length
+        self._seeds = seed, zlib.crc32(name.encode()), length
         least = self._sample(0, task.units)
         if (shortest := len(least.ids) + least.new_tokens) > length:
             raise ValueError(
-                f"--lengths={length}: must be at least {shortest} tokens for the task {name}"
+                f"{key}={length}: must be at least {shortest} tokens for the task {name}"
             )
         more = self._sample(0, 64 + task.units)
         self._cost = max(len(more.ids) - len(least.ids), 1) / 64
@@ -145,7 +147,7 @@ class Sampler:
         self._units = units
 
     def _sample(self, index: int, units: int) -> Sample:
-        task, rng = self.task, np.random.default_rng((*self._key, index))
+        task, rng = self.task, np.random.default_rng((*self._seeds, index))
         drawn = task.draw(rng, units, index, self.filler)
         prompt = task.prompt.format(context=drawn.context.rstrip(), query=drawn.query)
         start = task.start.format(query=drawn.query)
@@ -171,8 +173,8 @@ class Sampler:
             units = min(max(units + step, low + 1), high - 1)
         if best is None:
             raise ValueError(
-                f"--lengths={self.length}: must be longer; {len(sample.ids) + sample.new_tokens} "
-                "tokens are too many"
+                f"{self._key}={self.length}: must be longer; "
+                f"{len(sample.ids) + sample.new_tokens} tokens are too many"
             )
         return best
 

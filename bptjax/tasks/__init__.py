@@ -4,11 +4,12 @@ Definitions and scores follow RULER (Hsieh et al. 2024, arXiv 2404.06654); `pass
 Mohtashami & Jaggi 2023, arXiv 2305.16300.
 """
 
+from collections.abc import Sequence
 from functools import partial
 
-from bptjax.evaluation.tasks.counting import coded_words, common_words
-from bptjax.evaluation.tasks.needles import among_needles, needles, passkey, records, variables
-from bptjax.evaluation.tasks.sample import Task, first_number
+from bptjax.tasks.counting import coded_words, common_words
+from bptjax.tasks.needles import among_needles, needles, passkey, records, variables
+from bptjax.tasks.sample import Task, first_number
 
 _HIDDEN = (
     "Secret {kind}s are hidden in the text below. Remember them, because a question about them "
@@ -72,3 +73,15 @@ TASKS: dict[str, Task] = {
         64,
     ),
 }
+
+
+def task_names(given: Sequence[str], key: str) -> list[str]:
+    """Returns the tasks that `key`, a flag or a key of a config, names, in the order of the table.
+
+    Raises:
+      ValueError: a task is unknown.
+    """
+    for name in given:
+        if name not in TASKS and name != "all":
+            raise ValueError(f"{key}={name}: must be all or one of {', '.join(TASKS)}")
+    return [name for name in TASKS if name in given or "all" in given]

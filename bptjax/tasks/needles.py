@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from bptjax.evaluation.tasks.sample import Drawn
-from bptjax.evaluation.tasks.words import (
+from bptjax.tasks.sample import Drawn
+from bptjax.tasks.words import (
     ADJECTIVES,
     NOUNS,
     Filler,

@@ -5,8 +5,8 @@ from string import ascii_lowercase
 
 import numpy as np
 
-from bptjax.evaluation.tasks.sample import Drawn
-from bptjax.evaluation.tasks.words import Filler, coined_words, letters
+from bptjax.tasks.sample import Drawn
+from bptjax.tasks.words import Filler, coined_words, letters
 
 COMMON = 10
 

@@ -1,0 +1,119 @@
+"""Answers of a model to the samples of a task, and their scores with intervals."""
+
+import os
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from statistics import NormalDist
+from typing import Any, NamedTuple
+
+import numpy as np
+from jax.typing import DTypeLike
+
+from bptjax.data.tokenizer import Tokenizer
+from bptjax.models.decoder import Decoder
+from bptjax.models.generation import continuations
+from bptjax.models.sampling import Sampling
+from bptjax.tasks.sample import Sample, Sampler
+
+# Probability that an interval covers, and resamples of a bootstrap.
+COVERAGE, RESAMPLES = 0.95, 2000
+# Largest number of prompt tokens that the model reads at a time.
+CHUNK = 2048
+# Samples that are made before the model needs them.
+AHEAD = 4
+
+
+class Answer(NamedTuple):
+    """The text that a model continues a sample with, and its score."""
+
+    sample: Sample
+    text: str
+    score: float
+
+
+def answers(
+    model: Decoder, tokenizer: Tokenizer, sampler: Sampler, count: int, dtype: DTypeLike
+) -> Iterator[Answer]:
+    """Yields the model's greedy answers to the first `count` samples. `dtype` is that of the
+    computation. Parameters on a mesh are used there."""
+    # Prompts of nearly the same length then have caches of the same size.
+    chunk = min(CHUNK, 2 ** max(int(np.log2(sampler.length)) - 2, 0))
+    for sample in made_ahead(sampler.__getitem__, count):
+        *_, (text,) = continuations(
+            model,
+            tokenizer,
+            [sample.ids],
+            new_tokens=sample.new_tokens,
+            sampling=Sampling(temperature=0.0),
+            prefill_chunk=chunk,
+            dtype=dtype,
+        )
+        yield Answer(sample, text, sampler.task.score(text, sample.drawn.references))
+
+
+def made_ahead(make: Callable[[int], Sample], count: int) -> Iterator[Sample]:
+    """Yields `make(i)` for each i below `count`, and makes a few in threads meanwhile. Tokenizers
+    run in parallel."""
+    with ThreadPoolExecutor(min(AHEAD, os.cpu_count() or 1)) as pool:
+        waiting = deque(pool.submit(make, i) for i in range(min(AHEAD, count)))
+        for i in range(count):
+            sample = waiting.popleft().result()
+            if i + AHEAD < count:
+                waiting.append(pool.submit(make, i + AHEAD))
+            yield sample
+
+
+class Scores:
+    """The scores of a model in one task and length. `seed` is that of the bootstrap."""
+
+    def __init__(self, sampler: Sampler, seed: int):
+        self.sampler, self.seed = sampler, seed
+        self.scores: list[float] = []
+        self._depths: list[float | None] = []
+        self._whole = True
+
+    def add(self, answer: Answer) -> None:
+        drawn = answer.sample.drawn
+        self.scores.append(answer.score)
+        self._depths.append(drawn.depth)
+        self._whole = self._whole and len(drawn.references) == 1
+
+    def row(self) -> dict[str, Any]:
+        """Returns `task`, `length`, `samples`, `score`, the 95 % interval from `low` to `high`, and
+        `by_depth` for a task with depths."""
+        scores = np.array(self.scores)
+        low, high = interval(scores, self._whole, self.seed)
+        row: dict[str, Any] = dict(task=self.sampler.name, length=self.sampler.length)
+        row |= dict(samples=len(scores), score=float(scores.mean()), low=low, high=high)
+        if None not in self._depths:
+            at = np.array(self._depths)
+            row["by_depth"] = {f"{d:g}": float(scores[at == d].mean()) for d in np.unique(at)}
+        return row
+
+
+def interval(scores: np.ndarray, whole: bool, seed: int) -> tuple[float, float]:
+    """Returns the ends of the 95 % interval of the mean score: Wilson's if each score is 0 or 1
+    (`whole`), else a bootstrap's."""
+    n, mean = len(scores), float(scores.mean())
+    if not whole:
+        chosen = np.random.default_rng(seed).integers(n, size=(RESAMPLES, n))
+        edges = (1 - COVERAGE) / 2, (1 + COVERAGE) / 2
+        low, high = np.quantile(scores[chosen].mean(1), edges).tolist()
+        return low, high
+    z = NormalDist().inv_cdf((1 + COVERAGE) / 2)
+    center = (mean + z**2 / (2 * n)) / (1 + z**2 / n)
+    half = z * (mean * (1 - mean) / n + z**2 / (4 * n**2)) ** 0.5 / (1 + z**2 / n)
+    return max(center - half, 0.0), min(center + half, 1.0)
+
+
+def falls(
+    before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]]
+) -> Iterator[tuple[Mapping[str, Any], Mapping[str, Any]]]:
+    """Yields the rows before and after of each task and length whose score fell by more than its
+    interval: each score is outside the interval of the other."""
+    later = {(row["task"], row["length"]): row for row in after}
+    for row in before:
+        then = later.get((row["task"], row["length"]))
+        if then is not None and then["score"] < row["low"] and row["score"] > then["high"]:
+            yield row, then
