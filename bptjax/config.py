@@ -15,6 +15,7 @@ from bptjax.parallel.mesh import ParallelConfig
 from bptjax.parsing.keys import check_seed, flatten, nest
 from bptjax.run.checkpoint import CheckpointConfig
 from bptjax.run.trackers import Name
+from bptjax.tasks import task_names
 from bptjax.weights.lora import AdapterConfig
 
 # Value of train.max_steps if neither train.max_steps nor train.epochs is set.
@@ -77,8 +78,13 @@ class TrainConfig:
       eval_batches: maximum number of batches per evaluation, but at least one per source. If there
         are more held-out data, all evaluations use the same sample, in proportion to sources, loss
         masks and lengths. null evaluates all held-out data.
-      early_stopping_patience: end the run after this many evaluations in a row without a new lowest
-        eval/loss. 0 is off.
+      eval_tasks: tasks that tell whether the model uses its context, measured at each evaluation;
+        names of evaluate --tasks, or all. Scores are eval/tasks/TASK/LENGTH, and eval/tasks their
+        mean; tasks.jsonl has them with their intervals.
+      eval_task_lengths: tokens of the tasks' prompts and answers; seq_len if not set.
+      eval_task_samples: number of prompts for each task and length.
+      early_stopping_patience: end the run after this many evaluations in a row without a new best
+        checkpoint.best_metric. 0 is off.
       num_eval_generations: number of random held-out chats that the model answers at each
         evaluation. The answers go to predictions.jsonl.
       sample_tokens: tokens of the sample printed at the end, up to seq_len. 0 prints none.
@@ -96,6 +102,9 @@ class TrainConfig:
     z_loss: float = 0.0
     eval_steps: int | None = None
     eval_batches: int | None = 64
+    eval_tasks: list[str] = field(default_factory=list)
+    eval_task_lengths: list[int] = field(default_factory=list)
+    eval_task_samples: int = 20
     early_stopping_patience: int = 0
     num_eval_generations: int = 0
     sample_tokens: int = 0
@@ -109,6 +118,7 @@ class TrainConfig:
             ("gradient_accumulation_steps", 1),
             ("eval_steps", 1),
             ("eval_batches", 1),
+            ("eval_task_samples", 1),
             ("early_stopping_patience", 0),
             ("num_eval_generations", 0),
             ("sample_tokens", 0),
@@ -116,6 +126,12 @@ class TrainConfig:
             value = getattr(self, name)
             if value is not None and value < least:
                 raise ValueError(f"train.{name}={value}: must be at least {least}")
+        task_names(self.eval_tasks, "train.eval_tasks")
+        for length in self.eval_task_lengths:
+            if length < 1:
+                raise ValueError(f"train.eval_task_lengths={length}: must be at least 1")
+        if self.eval_task_lengths and not self.eval_tasks:
+            raise ValueError("train.eval_task_lengths: requires train.eval_tasks; leave it out")
         if self.epochs is not None and not 0.0 < self.epochs < math.inf:
             raise ValueError(f"train.epochs={self.epochs}: must be finite and positive")
         if self.epochs is not None and self.max_steps is not None:

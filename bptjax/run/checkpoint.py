@@ -7,7 +7,7 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,8 +50,10 @@ class CheckpointConfig:
         older one to fall back on.
       keep_every: also keep the checkpoints of steps that are multiples of this number, itself a
         multiple of save_steps.
-      keep_best: also save and keep the checkpoint with the lowest eval/loss, named in best.json.
-        Other commands still use the newest checkpoint.
+      keep_best: also save and keep the checkpoint with the best value of best_metric, named in
+        best.json. Other commands still use the newest checkpoint.
+      best_metric: metric of evaluations that keep_best and train.early_stopping_patience follow:
+        lowest for eval/loss and eval/loss/SOURCE, else highest, such as eval/tasks.
       local_dir: directory on a fast local disk. Checkpoints are written to it and then copied to
         the run directory while the run goes on. Only for processes on one host.
     """
@@ -60,6 +62,7 @@ class CheckpointConfig:
     save_total_limit: int = 2
     keep_every: int | None = None
     keep_best: bool = False
+    best_metric: str = "eval/loss"
     local_dir: str | None = None
 
     def __post_init__(self):
@@ -79,22 +82,38 @@ class CheckpointConfig:
 
 @dataclass
 class Best:
-    """Lowest eval/loss of a run after step 0.
+    """Best value of a metric of a run after step 0.
 
     Attributes:
-      step: step of the lowest loss; 0 before the first evaluation.
-      loss: lowest loss, in nats per token.
-      since: number of later evaluations, all without a lower loss.
+      metric: name of the metric. Losses are best at their lowest, others at their highest.
+      step: step of the best value; 0 before the first evaluation.
+      value: best value.
+      since: number of later evaluations, all without a better value.
     """
 
+    metric: str = "eval/loss"
     step: int = 0
-    loss: float | None = None
+    value: float | None = None
     since: int = 0
 
-    def add(self, step: int, loss: float) -> None:
-        """Adds an evaluation. A loss that is not finite is no improvement."""
-        if math.isfinite(loss) and (self.loss is None or loss < self.loss):
-            self.step, self.loss, self.since = step, loss, 0
+    @classmethod
+    def continued(cls, metric: str, saved: Mapping[str, Any]) -> "Best":
+        """Returns the best of a saved run; none yet if the run followed another metric."""
+        if "loss" in saved:  # Older versions followed eval/loss only.
+            saved = {("value" if key == "loss" else key): x for key, x in saved.items()}
+        best = cls(**saved)
+        return best if best.metric == metric else cls(metric)
+
+    @property
+    def lowest(self) -> bool:
+        return self.metric.startswith("eval/loss")
+
+    def add(self, step: int, value: float) -> None:
+        """Adds an evaluation. A value that is not finite is no improvement."""
+        best = self.value
+        better = best is None or (value < best if self.lowest else value > best)
+        if math.isfinite(value) and better:
+            self.step, self.value, self.since = step, value, 0
         else:
             self.since += 1
 
@@ -173,7 +192,7 @@ class Checkpoints:
             return
         self._step, restored = step, self._step
         self._best.step = best.step if best else None
-        self._record = {"step": best.step, "eval/loss": best.loss} if best and best.step else None
+        self._record = {"step": best.step, best.metric: best.value} if best and best.step else None
         leaves = _leaves(state)
         meta = {"extra": extra, "leaves": {name: _kind(leaf) for name, leaf in leaves.items()}}
         items = {"state": ocp.args.StandardSave(leaves), "meta": ocp.args.JsonSave(meta)}

@@ -1,5 +1,6 @@
 """Checks of a model and of a run's config before weights are loaded."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -8,6 +9,7 @@ from bptjax.config import Config, TrainConfig
 from bptjax.cost.devices import GIB
 from bptjax.cost.memory import tree_bytes
 from bptjax.data.config import DataConfig
+from bptjax.data.sources import HeldOutSources
 from bptjax.models.config import ModelConfig
 from bptjax.models.config_checks import sizes_of
 from bptjax.models.feed_forwards import FEED_FORWARDS
@@ -19,6 +21,8 @@ from bptjax.ops.target import capability
 from bptjax.parallel.mesh import host_memory, num_shards
 from bptjax.parsing.keys import flatten
 from bptjax.run.json_files import read_json
+from bptjax.tasks.sample import Sampler
+from bptjax.training.eval_tasks import task_metrics
 from bptjax.training.spec import TrainSpec
 from bptjax.training.state import (
     abstract_state,
@@ -46,9 +50,14 @@ IMAGE_KEYS = {
     )
 }
 # Keys that do not work for encoders, with the only allowed value.
-ENCODER_KEYS = {"train.sample_tokens": 0, "train.num_eval_generations": 0, "adapter.type": "none"}
-# Keys of `train` that make a run generate text.
-GENERATION = "sample_tokens", "num_eval_generations"
+ENCODER_KEYS = {
+    "train.sample_tokens": 0,
+    "train.num_eval_generations": 0,
+    "train.eval_tasks": [],
+    "adapter.type": "none",
+}
+# Keys of `train` that make a run generate text, with the values that turn them off.
+GENERATION = {"sample_tokens": 0, "num_eval_generations": 0, "eval_tasks": []}
 
 
 def check_model(model: ModelConfig, pretrained: Pretrained | None) -> None:
@@ -85,6 +94,28 @@ def check_spec(spec: TrainSpec) -> None:
     _ = spec.layout
 
 
+def check_best_metric(spec: TrainSpec, held_out: Sequence[Any], tasks: Sequence[Sampler]) -> None:
+    """Checks checkpoint.best_metric, and that a run that follows it measures it.
+
+    Raises:
+      ValueError: the metric is unknown, or needs held-out data that the run does not have.
+    """
+    config = spec.config
+    metric, of_tasks = config.checkpoint.best_metric, task_metrics(tasks)
+    names = ["eval/loss", *(f"eval/{name}" for name in spec.objective.metrics)]
+    if isinstance(held_out, HeldOutSources) and len(held_out.names) > 1:
+        names += [f"eval/loss/{name}" for name in held_out.names]
+    names += ["eval/exact_match"] * bool(config.train.num_eval_generations) + of_tasks
+    if metric not in names:
+        known = ", ".join(names)
+        raise ValueError(f"checkpoint.best_metric={metric}: must be one of {known}")
+    for key in config.needs_evaluations:
+        if not len(held_out) and metric not in of_tasks:
+            raise ValueError(
+                f"{key}: requires held-out data; set data.eval_fraction or data.eval_path"
+            )
+
+
 def check_in_backward(spec: TrainSpec) -> None:
     """Checks optimizer.in_backward and optimizer.clip against other keys.
 
@@ -116,7 +147,7 @@ def check_landmarks(spec: TrainSpec) -> None:
     if sp > 1:
         # The cache of a sharded sequence distributes its tokens one by one, not in blocks.
         name += f" and parallel.sp={sp}"
-        keys += [(f"train.{key}", getattr(train, key), 0) for key in GENERATION]
+        keys += [(f"train.{key}", getattr(train, key), none) for key, none in GENERATION.items()]
         # Other batch widths would divide blocks.
         keys += [("data.group_by_length", config.data.group_by_length, False)]
     for key, value, only in keys:

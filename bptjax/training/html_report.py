@@ -27,7 +27,9 @@ from bptjax.run.metrics import printable, read_metrics
 from bptjax.run.output import write_atomically
 from bptjax.run.versions import versions
 from bptjax.training.data import say
+from bptjax.training.eval_tasks import METRIC, score
 from bptjax.training.line_chart import POINTS, Chart, line_chart
+from bptjax.training.logs import TASK_ROWS
 from bptjax.training.notes import describe_adapter
 from bptjax.training.report import ADAPTER
 from bptjax.training.run_directory import saved_values
@@ -46,6 +48,7 @@ CHARTS = (
     ("MFU", ("throughput/mfu",), True),
     ("peak memory of a device, GiB", ("memory/peak_gib",), True),
     ("exact match of answers", ("eval/exact_match",), True),
+    ("mean score of tasks", (METRIC,), True),
     ("learning rate", ("train/learning_rate",), True),
     ("gradient norm", ("train/grad_norm",), True),
 )
@@ -166,6 +169,7 @@ def write_report(directory: Path) -> None:
     changed = set(facts["changed"])
     answers = directory / "predictions.jsonl"
     answers = list(read_metrics(answers)) if answers.exists() else []
+    tasks = directory / TASK_ROWS
     kernels = {"kernels of attention": "\n".join(facts["kernels"])} if "kernels" in facts else {}
     text = _template().render(
         facts,
@@ -174,6 +178,7 @@ def write_report(directory: Path) -> None:
         charts=list(_charts(records, facts.get("memory"))),
         points=POINTS,
         evaluations=_evaluations(records),
+        tasks=_tasks(list(read_metrics(tasks)) if tasks.exists() else []),
         answers=list(_answers(answers)),
         memory=list(_memory(records, facts.get("memory"))),
         changed=[(key, keys[key]) for key in keys if key in changed],
@@ -235,6 +240,8 @@ def _figures(
     if held_out := _values(records, "eval/loss"):
         step, least = min(held_out, key=lambda pair: pair[1])
         yield f"eval/loss, least (step {step:,})", f"{least:.4f}"
+    for _, value in last(METRIC):
+        yield "mean score of tasks, last", f"{value:.2f}"
     for _, value in last("eval/exact_match"):
         yield "answers as the reference", f"{value:.1%}"
     if speeds := _values(records, "throughput/tokens_per_second"):
@@ -255,11 +262,27 @@ def _adapter(lines: list[str]) -> Iterator[tuple[str, str]]:
 
 
 def _evaluations(records: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]] | None:
-    """Returns the header and the rows of the table of evaluations; None without evaluations."""
-    evaluations = [r for r in records if "eval/loss" in r]
+    """Returns the header and the rows of the table of evaluations, without single tasks; None
+    without evaluations."""
+    evaluations = [r for r in records if r.keys() & {"eval/loss", METRIC}]
     names = list(dict.fromkeys(n for r in evaluations for n in r if n.startswith("eval/")))
+    names = [name for name in names if not name.startswith(f"{METRIC}/")]
     rows = [[f"{r['step']:,}", *(_cell(r.get(n, "")) for n in names)] for r in evaluations]
     return (["step", *names], rows) if rows else None
+
+
+def _tasks(records: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]] | None:
+    """Returns the header and the rows of the table of tasks by step; None without tasks."""
+    if not records:
+        return None
+    cells = {(r["task"], r["length"], r["step"]): score(r) for r in records}
+    steps = sorted({step for *_, step in cells})
+    pairs = dict.fromkeys((task, length) for task, length, _ in cells)
+    rows = [
+        [task, f"{length:,}", *(cells.get((task, length, step), "") for step in steps)]
+        for task, length in pairs
+    ]
+    return ["task", "tokens", *(f"step {step:,}" for step in steps)], rows
 
 
 def _cell(value: float | str | None) -> str:

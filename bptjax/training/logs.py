@@ -13,6 +13,7 @@ from bptjax.run.trackers import Trackers
 from bptjax.training.setup import TrainingRun
 
 METRICS, PREDICTIONS, LOG = "metrics.jsonl", "predictions.jsonl", "log.txt"
+TASK_ROWS = "tasks.jsonl"
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,7 @@ class Logs:
 
     metrics: JsonlWriter | Trackers | NullLogger
     predictions: JsonlWriter | NullLogger
+    tasks: JsonlWriter | NullLogger
     progress: RunProgress | NullLogger
     sizes: Callable[[], dict[str, int]] = dict
 
@@ -32,6 +34,7 @@ class Logs:
         """Drops the records of later steps, which the run will repeat."""
         self.metrics.rewind(step)
         self.predictions.rewind(step)
+        self.tasks.rewind(step)
 
 
 @contextmanager
@@ -40,16 +43,16 @@ def open_logs(run: TrainingRun, start: int, saved: Mapping[str, int]) -> Iterato
     missing. `saved` are the `Logs.sizes` at this step; empty if unknown."""
     null = NullLogger()
     if jax.process_index() != 0:
-        yield Logs(null, null, null)
+        yield Logs(null, null, null, null)
         return
     config, directory, resume_step = run.config, run.directory, start or None
     lost = list(_lost(directory, start, saved)) if start else []
     writer = JsonlWriter(directory, resume_step=resume_step)
-    predictions: JsonlWriter | NullLogger = null
     files = {METRICS: writer}
-    if run.eval_prompts:
-        predictions = JsonlWriter(directory, name=PREDICTIONS, resume_step=resume_step)
-        files[PREDICTIONS] = predictions
+    for name, wanted in ((PREDICTIONS, run.eval_prompts), (TASK_ROWS, run.tasks)):
+        if wanted:
+            files[name] = JsonlWriter(directory, name=name, resume_step=resume_step)
+    predictions, tasks = files.get(PREDICTIONS, null), files.get(TASK_ROWS, null)
 
     def sizes():
         return {name: file.count for name, file in files.items()} | {LOG: _size(directory / LOG)}
@@ -62,15 +65,16 @@ def open_logs(run: TrainingRun, start: int, saved: Mapping[str, int]) -> Iterato
     with ExitStack() as stack:
         stack.callback(metrics.close)
         stack.callback(predictions.close)
+        stack.callback(tasks.close)
         stack.enter_context(progress)
         for line in lost:
             progress.log(line)
-        yield Logs(metrics, predictions, progress, sizes)
+        yield Logs(metrics, predictions, tasks, progress, sizes)
 
 
 def _lost(directory: Path, step: int, saved: Mapping[str, int]) -> Iterator[str]:
     """Yields a warning for each log with missing records."""
-    for name, least in ((METRICS, None), (PREDICTIONS, 0)):
+    for name, least in ((METRICS, None), (PREDICTIONS, 0), (TASK_ROWS, 0)):
         if line := lost_records(directory / name, step, saved.get(name, least)):
             yield line
     size, then = _size(directory / LOG), saved.get(LOG, 0)

@@ -27,6 +27,7 @@ from bptjax.run.output import plural
 from bptjax.run.progress import Progress
 from bptjax.run.versions import computing_versions
 from bptjax.training.compilation import StepCompiler
+from bptjax.training.eval_tasks import METRIC, measure
 from bptjax.training.guards import (
     RunFailed,
     diverged,
@@ -130,7 +131,8 @@ class TrainLoop:
         """Continues from the values saved with the state of a start or of a rollback."""
         self.done, extra = start.step, start.extra
         self.tokens_seen = extra.get("tokens_seen", 0)
-        self.best = Best(**extra.get("best", {}))
+        metric = self.run.config.checkpoint.best_metric
+        self.best = Best.continued(metric, extra.get("best", {}))
         self.spikes = Spikes(self.run.config.train.on_spike, extra.get("spikes", {}))
         self._last_saved = self.done or None
         # Step, metrics, and position in the data after the step's batch.
@@ -299,13 +301,50 @@ class TrainLoop:
         self._throughput.resume()
 
     def _eval(self) -> None:
-        """Measures the held-out loss, and lets the model answer held-out chats.
+        """Measures the held-out loss, and lets the model answer held-out chats and tasks.
 
         Raises:
           RunFailed: the loss and a parameter are not finite, or held-out data cannot be read.
         """
-        if not len(self.run.held_out):
+        run, progress = self.run, self.logs.progress
+        if not len(run.held_out) and not run.tasks:
             return
+        metrics = self._losses() if len(run.held_out) else {}
+        text = f"step {self.done}: "
+        text += ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
+        if is_finite := math.isfinite(loss := metrics.get("eval/loss", 0.0)):
+            if run.eval_prompts:
+                answers = predict_answers(run, self.state, progress.status)
+                for answer in answers:
+                    self.logs.predictions.write(self.done, answer)
+                right = [answer["prediction"] == answer["reference"] for answer in answers]
+                metrics["eval/exact_match"] = float(np.mean(right))
+                answer = answers[0]
+                text += f", eval/exact_match {metrics['eval/exact_match']:.3f}; for "
+                text += f"{answer['reference'][:60]!r} it predicts {answer['prediction'][:60]!r}"
+            if run.tasks:
+                arguments = run.spec, self.state, run.tokenizer, run.tasks
+                rows, scores = measure(*arguments, progress.status)
+                for row in rows:
+                    self.logs.tasks.write(self.done, row)
+                text += ", " * bool(metrics) + f"{METRIC} {scores[METRIC]:.3f}"
+                metrics |= scores
+        else:
+            text += ": not finite, but all parameters are; try another train.compute_dtype"
+        if self.done:
+            self.best.add(self.done, metrics.get(self.best.metric, math.nan))
+        self.logs.metrics.write(self.done, metrics | {"train/tokens_seen": self.tokens_seen})
+        if not is_finite and not finite(self.state.model):
+            raise self._diverged(self.done, f"eval/loss {loss}, parameters not finite")
+        progress.log(text)
+        self._throughput.resume()
+
+    def _losses(self) -> dict[str, float]:
+        """Returns the metrics of the held-out loss.
+
+        Raises:
+          RunFailed: held-out data cannot be read.
+        """
         progress = self.logs.progress
         total, drawn = self.run.eval_total, self.run.evaluation.sample
         text = f"step {self.done}: evaluating on {plural(total, 'batch', 'es')}"
@@ -315,39 +354,10 @@ class TrainLoop:
         progress.log(text)
         try:
             with Progress("evaluating", total, progress.status) as shown:
-                losses = self._evaluate(
-                    self.state.model, self.run.evaluation.sources, shown.advance
-                )
+                return self._evaluate(self.state.model, self.run.evaluation.sources, shown.advance)
         except (ValueError, OSError) as error:
             text = f"step {self.done}: evaluating: {error}"
             raise self._saved(text, jax.process_count() > 1) from error
-        loss = losses["eval/loss"]
-        if self.done:
-            self.best.add(self.done, loss)
-        metrics = losses | {"train/tokens_seen": self.tokens_seen}
-        text = f"step {self.done}: "
-        text += ", ".join(f"{name} {value:.4f}" for name, value in losses.items())
-        if not math.isfinite(loss):
-            self.logs.metrics.write(self.done, metrics)
-            if not finite(self.state.model):
-                raise self._diverged(self.done, f"eval/loss {loss}, parameters not finite")
-            text += ": not finite, but all parameters are; try another train.compute_dtype"
-            progress.log(text)
-            self._throughput.resume()
-            return
-        if self.run.eval_prompts:
-            answers = predict_answers(self.run, self.state, progress.status)
-            for answer in answers:
-                self.logs.predictions.write(self.done, answer)
-            right = [answer["prediction"] == answer["reference"] for answer in answers]
-            metrics["eval/exact_match"] = float(np.mean(right))
-            text += f", eval/exact_match {metrics['eval/exact_match']:.3f}; for "
-            text += (
-                f"{answers[0]['reference'][:60]!r} it predicts {answers[0]['prediction'][:60]!r}"
-            )
-        self.logs.metrics.write(self.done, metrics)
-        progress.log(text)
-        self._throughput.resume()
 
     def _save(self) -> None:
         """Starts writing a checkpoint of the last step.
@@ -387,9 +397,10 @@ def _finish(loop: TrainLoop) -> None:
     beat("finishing")
     end = f"finished {loop.done:,} steps"
     if loop.patience_is_spent:
-        loss = math.nan if best.loss is None else best.loss
+        value = math.nan if best.value is None else best.value
         end = (
-            f"early stopping at step {loop.done}: eval/loss not below {loss:.4f}, the value of "
+            f"early stopping at step {loop.done}: {best.metric} not "
+            f"{'below' if best.lowest else 'above'} {value:.4f}, the value of "
             f"step {best.step}, in {best.since} evaluations"
         )
         log(end)

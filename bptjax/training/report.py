@@ -18,6 +18,8 @@ from bptjax.run.checkpoint import BEST
 from bptjax.run.metrics import plot_loss, printable, read_metrics
 from bptjax.run.output import atomic_directory, plural
 from bptjax.run.progress import Progress
+from bptjax.training.eval_tasks import describe_tasks
+from bptjax.training.logs import TASK_ROWS
 from bptjax.training.setup import TrainingRun
 from bptjax.training.state import TrainState, gather_adapters
 from bptjax.weights.adapter_export import export_note, write_adapter
@@ -47,10 +49,12 @@ def export_adapter(run: TrainingRun, state: TrainState, log: Log) -> None:
 
 
 def log_summary(run: TrainingRun, state: TrainState, sample: str, log: Log) -> list[str]:
-    """Draws the loss curve, and logs the held-out loss, the sources, the sample and the files.
-    Returns the lines about held-out loss and sources."""
+    """Draws the loss curve, and logs the held-out loss, the tasks, the sources, the sample and the
+    files. Returns the lines about held-out loss, tasks and sources."""
     records = [r for r in read_metrics(run.directory / "metrics.jsonl") if "eval/loss" in r]
     held_out, sources = _held_out_loss(run, records) if records else [], []
+    if run.tasks:
+        held_out += describe_tasks(list(read_metrics(run.directory / TASK_ROWS)))
     if shares := run.batches.token_shares():
         weights = [source.weight for source in run.config.data.sources]
         each = zip(run.config.data.sources, shares, weights, strict=True)
@@ -120,7 +124,8 @@ def _log_files(run: TrainingRun, step: int, log: Log) -> None:
     if run.config.checkpoint.keep_best and (directory / BEST).exists():
         best = json.loads((directory / BEST).read_text())
         where = directory / "checkpoints" / str(best["step"])
-        text = f"best:       {where}, eval/loss {best['eval/loss']:.4f}"
+        name, value = next(item for item in best.items() if item[0] != "step")
+        text = f"best:       {where}, {name} {value:.4f}"
         # The best evaluation may be from before checkpoint.keep_best was set.
         text += "" if where.exists() else "; not saved"
         log(f"{text}; generate, evaluate and convert use the newest checkpoint")

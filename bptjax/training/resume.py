@@ -116,7 +116,7 @@ def find_start(run: TrainingRun, checkpoints: Checkpoints) -> Start:
         )
     with _of_this_version(run):
         run.batches.set_state(start.extra["data"])
-        Best(**start.extra.get("best", {}))
+        Best.continued(config.checkpoint.best_metric, start.extra.get("best", {}))
         Spikes(config.train.on_spike, start.extra.get("spikes", {}))
     return start
 

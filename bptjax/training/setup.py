@@ -46,8 +46,10 @@ from bptjax.parsing.keys import flatten
 from bptjax.run.json_files import read_json
 from bptjax.run.links import check_links
 from bptjax.run.output import explain_full_disk, plural, replaced_files, write_atomically
-from bptjax.training.checks import check_host_memory, check_model, check_spec
+from bptjax.tasks.sample import Sampler
+from bptjax.training.checks import check_best_metric, check_host_memory, check_model, check_spec
 from bptjax.training.data import RunData, open_data, say
+from bptjax.training.eval_tasks import open_tasks
 from bptjax.training.notes import describe_devices, describe_model, describe_update
 from bptjax.training.run_directory import (
     START,
@@ -76,6 +78,7 @@ class TrainingRun:
       check: background scan of the records.
       eval_prompts: token ids (prompt, answer) of the chats that the model answers in evaluations,
         and the question.
+      tasks: tasks that the model answers in evaluations.
       notes: lines for the log.
       data_size: number of files of training data, and their total bytes.
       base_fingerprint: hash of the base model's weights; None without adapters.
@@ -88,6 +91,7 @@ class TrainingRun:
     batches: Batches
     check: DataCheck
     eval_prompts: Sequence[tuple[np.ndarray, np.ndarray, str]]
+    tasks: Sequence[Sampler]
     notes: list[str]
     data_size: list[int]
     base_fingerprint: str | None = None
@@ -250,14 +254,11 @@ def _open_run(config: Config, devices: list[jax.Device], date: str) -> TrainingR
     data = open_data(config, date)
     model, pretrained = _size_model(config, data)
     config = fit_to_images(config, model)
-    for key in config.needs_evaluations:
-        if not len(data.held_out):
-            raise ValueError(
-                f"{key}: requires held-out data; set data.eval_fraction or data.eval_path"
-            )
     check_model(model, pretrained)
     spec = TrainSpec(config, model, mesh, pretrained)
     check_spec(spec)
+    tasks = open_tasks(config, model, data.tokenizer) if config.train.eval_tasks else []
+    check_best_metric(spec, data.held_out, tasks)
     check_host_memory(spec)
     if config.execution.attention_implementation != "auto":
         check_kernel(spec)
@@ -286,6 +287,7 @@ def _open_run(config: Config, devices: list[jax.Device], date: str) -> TrainingR
             encoding=spec.encoding,
         ),
         eval_prompts=_eval_prompts(config, model, data),
+        tasks=tasks,
         notes=[
             *describe_devices(spec, data),
             *describe_model(spec, data),

@@ -78,7 +78,8 @@ def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 def _evaluations(source: Path) -> Iterator[tuple[str, str, str]]:
     """Yields the metrics of the first and the last evaluation of a run."""
     file = source / "metrics.jsonl"
-    records = [r for r in read_metrics(file) if "eval/loss" in r] if file.exists() else []
+    records = list(read_metrics(file)) if file.exists() else []
+    records = [r for r in records if any(name.startswith("eval/") for name in r)]
     for record in records[:: max(len(records) - 1, 1)]:
         for name, value in record.items():
             if name.startswith("eval/"):

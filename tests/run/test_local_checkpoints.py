@@ -61,7 +61,7 @@ def killed(tmp_path_factory):
     checkpoints.wait()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(checkpoints._copies, "_copy_next", lambda: None)
-        checkpoints.save(20, state(20), {"cursor": 20}, Best(20, 0.5))
+        checkpoints.save(20, state(20), {"cursor": 20}, Best("eval/loss", 20, 0.5))
         checkpoints.close()
     assert (names(final(tmp_path)), names(local(tmp_path))) == (["10"], ["20"])
     return tmp_path

@@ -143,6 +143,22 @@ BAD = {
         ["--checkpoint.keep_best=true", "--data.eval_fraction=0"],
         "checkpoint.keep_best=true: requires held-out data; set data.eval_fraction or data",
     ),
+    "no such task": (
+        ["--train.eval_tasks=[magic]"],
+        "train.eval_tasks=magic: must be all or one of p",
+    ),
+    "a length too short for a task": (
+        ["--train.eval_tasks=[passkey]"],
+        "train.seq_len=32: must be at least ",
+    ),
+    "lengths without tasks": (
+        ["--train.eval_task_lengths=[9]"],
+        "train.eval_task_lengths: requires train.eval_tasks; leave it out",
+    ),
+    "the best of an unknown metric": (
+        ["--checkpoint.best_metric=eval/tasks"],
+        "checkpoint.best_metric=eval/tasks: must be one of eval/loss\n",
+    ),
     "no such tracker": (
         ["--logging.report_to=[comet]"],
         "logging.report_to=comet: must be a list, each item one of tensorboard, wandb",
