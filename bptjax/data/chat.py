@@ -3,7 +3,7 @@
 import itertools
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -113,10 +113,15 @@ def _system(row: Mapping[str, Any]) -> list[Message]:
     return []
 
 
-def _hh_rlhf(row: Mapping[str, Any]) -> list[Message]:
-    before, *pieces = re.split(r"\n\n(Human|Assistant):", _text(row, "chosen"))
+def hh_rlhf_messages(row: Mapping[str, Any], key: str = "chosen") -> list[Message]:
+    """Returns the messages of a text of hh-rlhf.
+
+    Raises:
+      ValueError: the text has another form.
+    """
+    before, *pieces = re.split(r"\n\n(Human|Assistant):", _text(row, key))
     if before.strip() or "Assistant" not in pieces:
-        raise ValueError("'chosen' must consist of '\\n\\nHuman: …' and '\\n\\nAssistant: …'")
+        raise ValueError(f"{key!r} must consist of '\\n\\nHuman: …' and '\\n\\nAssistant: …'")
     roles = {"Human": "user", "Assistant": ANSWER}
     # Remove one space after the colon, because the template writes it.
     return [
@@ -125,7 +130,12 @@ def _hh_rlhf(row: Mapping[str, Any]) -> list[Message]:
     ]
 
 
-def _messages(row: Mapping[str, Any], *keys: str) -> list[Message]:
+def listed_messages(row: Mapping[str, Any], *keys: str) -> list[Message]:
+    """Returns the messages in the lists of these fields.
+
+    Raises:
+      ValueError: a field is not a list of messages.
+    """
     for key in keys:
         if not isinstance(row.get(key), list):
             raise ValueError(f"{key!r} must be a list of messages")
@@ -224,7 +234,7 @@ class Format:
 FORMATS = {
     row.name: row
     for row in (
-        Format("messages", ("messages",), lambda row: _messages(row, "messages")),
+        Format("messages", ("messages",), lambda row: listed_messages(row, "messages")),
         Format("sharegpt", ("conversations",), _sharegpt, optional=("system",)),
         Format(
             "alpaca",
@@ -236,7 +246,7 @@ FORMATS = {
         Format(
             "prompt_completion",
             ("prompt", "completion"),
-            lambda row: _messages(row, "prompt", "completion"),
+            lambda row: listed_messages(row, "prompt", "completion"),
             prompt="prompt",
         ),
         Format(
@@ -251,7 +261,7 @@ FORMATS = {
             partial(_pair, source="prompt", target="answer"),
             "bare",
         ),
-        Format("hh_rlhf", ("chosen",), _hh_rlhf, "hh_rlhf"),
+        Format("hh_rlhf", ("chosen",), hh_rlhf_messages, "hh_rlhf"),
         Format(
             "dolly",
             ("instruction", "response"),
@@ -279,8 +289,7 @@ def read_chat(
 ) -> Chat:
     """Reads a record of the format.
 
-    Its other fields become variables of the chat template. So does each item of
-    `chat_template_kwargs`. A string in `tools` is parsed as JSON, as TRL stores it.
+    Its other fields become variables of the chat template; see `template_variables`.
 
     Args:
       sources: data.fields, which the row was mapped by.
@@ -294,27 +303,40 @@ def read_chat(
             f"{where}: must have {missing[0]!r}, not only {sorted(row)}; see data.format and "
             "data.fields"
         )
-    used = {*format.fields, *format.optional, "chat_template_kwargs"}
-    variables = {k: v for k, v in row.items() if k not in used and v is not None}
-    check_text_alone(row, where)
+    used = {*format.fields, *format.optional}
     try:
+        variables = template_variables(row, where, [name for name in row if name not in used])
         messages = tuple(format.messages(row))
         prompt = len(row[format.prompt]) if format.prompt else 0
         if ANSWER not in (message["role"] for message in messages[prompt:]):
             raise ValueError(f"{format.fields[-1]!r} must have a message with the role {ANSWER!r}")
-        if isinstance(variables.get("tools"), str):
-            variables["tools"] = json.loads(variables["tools"] or "null")
-        more = row.get("chat_template_kwargs") or {}
-        if not isinstance(more, dict):
-            raise ValueError("'chat_template_kwargs' must be a record of template variables")
         own = [name for name in (*format.fields, *format.optional) if row.get(name) is not None]
         read = [f"{name} from {sources[name]}" if name in sources else name for name in own]
         name = f"{format.name} ({', '.join(read)})"
-        return Chat(messages, where, format.form, variables | more, prompt, name)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{where}: 'tools' must be JSON: {error}") from error
+        return Chat(messages, where, format.form, variables, prompt, name)
     except ValueError as error:
-        raise ValueError(f"{where}: {error}") from error
+        text = str(error).removeprefix(f"{where}: ")
+        raise ValueError(f"{where}: {text}") from error
+
+
+def template_variables(row: Mapping[str, Any], where: str, names: Iterable[str]) -> dict[str, Any]:
+    """Returns the fields of a record with these names as variables of a chat template, with each
+    item of `chat_template_kwargs`. A string in `tools` is parsed as JSON, as TRL stores it.
+
+    Raises:
+      ValueError: the record has images, or one of the fields is of another kind.
+    """
+    check_text_alone(row, where)
+    variables = {k: row[k] for k in names if row.get(k) is not None}
+    more = variables.pop("chat_template_kwargs", None) or {}
+    if not isinstance(more, dict):
+        raise ValueError("'chat_template_kwargs' must be a record of template variables")
+    if isinstance(variables.get("tools"), str):
+        try:
+            variables["tools"] = json.loads(variables["tools"] or "null")
+        except json.JSONDecodeError as error:
+            raise ValueError(f"'tools' must be JSON: {error}") from error
+    return variables | more
 
 
 def from_arrow(value: Any) -> Any:

@@ -5,10 +5,13 @@ import numpy as np
 from bptjax.ops.labels import IGNORED
 
 # int32 arrays [n]: `tokens`, `labels`, and others that an objective reads, such as `token_types`. A
-# packed sequence also has `segments` and `positions`. The `tokens` of an image are patches, float32
-# [n, P].
+# packed sequence also has `segments` and `positions`; an example of several documents has its own.
+# The `tokens` of an image are patches, float32 [n, P].
 Example = dict[str, np.ndarray]
 FIELDS = "tokens", "labels"
+# Arrays that number documents or answers from 1, in an example and in a sequence; 0 is none.
+ANSWERS = "answers"
+NUMBERED = "segments", ANSWERS
 
 
 def padding(name: str) -> int:
@@ -17,8 +20,9 @@ def padding(name: str) -> int:
 
 
 def is_masked(example: Example) -> bool:
-    """Returns whether the example has a token that does not count in the loss."""
-    return bool((example["labels"] == IGNORED).any())
+    """Returns whether the example has a token that does not count in the loss, or answers that
+    belong together. A packer never splits such an example."""
+    return ANSWERS in example or bool((example["labels"] == IGNORED).any())
 
 
 def sequence(examples: list[Example], seq_len: int) -> Example:
@@ -28,13 +32,27 @@ def sequence(examples: list[Example], seq_len: int) -> Example:
         name: np.full((seq_len, *x.shape[1:]), padding(name), x.dtype)
         for name, x in (examples[0] | numbers).items()
     }
-    end = 0
-    for number, example in enumerate(examples, 1):
+    end, last = 0, dict.fromkeys(NUMBERED, 0)
+    for example in examples:
         start, end = end, end + len(example["tokens"])
-        own = dict(segments=number, positions=np.arange(end - start))
-        for name, value in (example | own).items():
+        own = dict(segments=np.ones(end - start, np.int32), positions=np.arange(end - start))
+        for name, value in (own | example).items():
+            if name in last:
+                value = np.where(value == 0, 0, value + last[name])
+                last[name] = int(value.max(initial=last[name]))
             arrays[name][start:end] = value
     return arrays
+
+
+def documents(example: Example) -> list[Example]:
+    """Returns the documents of an example; without segments of its own, the example is one."""
+    if "segments" not in example:
+        return [example]
+    own = example["segments"]
+    return [
+        {name: value[own == number] for name, value in example.items()}
+        for number in range(1, int(own.max(initial=0)) + 1)
+    ]
 
 
 def blank(example: Example) -> Example:
