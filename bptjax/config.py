@@ -9,7 +9,8 @@ from typing import Any, Literal, get_args, get_origin
 from bptjax.data.config import DataConfig
 from bptjax.models.config import ModelConfig
 from bptjax.models.execution import UNCHUNKED, ExecutionConfig, MemoryConfig
-from bptjax.objectives import ObjectiveConfig, check_formats
+from bptjax.objectives import OBJECTIVES, ObjectiveConfig, check_formats
+from bptjax.objectives.objective import Objective
 from bptjax.optim.optimizer import OPTIMIZERS, OptimizerConfig
 from bptjax.parallel.mesh import ParallelConfig
 from bptjax.parsing.keys import check_seed, flatten, nest
@@ -263,8 +264,12 @@ def defaults(config: Config, platform: str | None = None) -> dict[str, Any]:
     optimizer = config.optimizer
     fine_tuning, adapter = config.model.name_or_path is not None, config.adapter.type != "none"
     factor = OPTIMIZERS[optimizer.type].rate_divisor
-    rate = (2e-4 if adapter else 2e-5) if fine_tuning else 3e-4
+    objective = OBJECTIVES.get(config.objective.type)
+    rates = (objective or Objective).learning_rates
+    rate = rates[adapter] if fine_tuning else 3e-4
+    own = objective.settings() if objective else {}
     found: dict[str, Any] = {
+        **{f"objective.{key}": getattr(objective, name) for key, name in own.items()},
         "optimizer.learning_rate": rate / factor,
         "optimizer.weight_decay": 0.0 if fine_tuning else 0.1 * factor,
     }

@@ -1,7 +1,7 @@
 """How documents become the examples of an objective: all that the data need to know of a model."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
 
@@ -14,6 +14,7 @@ from bptjax.data.images import ImageProcessor
 from bptjax.data.landmarks import Landmarks
 from bptjax.data.marked import next_tokens
 from bptjax.data.records import RecordReader
+from bptjax.data.references import REFERENCE, References
 from bptjax.data.rows import Document
 from bptjax.data.tokenizer import Tokenizer
 
@@ -57,6 +58,8 @@ class Encoding:
       text: returns the text of an example as tokens, and whether each token is in the loss.
       masking: makes the masking of sequences; None without masking.
       landmarks: landmarks of the documents, in a model with landmark attention.
+      describe: formats what a document of an example is, for previews; empty by default.
+      references: log-probabilities of the answers, which each example gets if `fields` name them.
     """
 
     encode: Callable[..., list[Example]] = _encode
@@ -65,6 +68,8 @@ class Encoding:
     text: Callable[[Example], tuple[np.ndarray, np.ndarray]] = next_tokens
     masking: Callable[[Tokenizer, DataConfig], Masking] | None = None
     landmarks: Landmarks | None = None
+    describe: Callable[[Example], str] = lambda document: ""
+    references: References = field(default_factory=References)
 
     def __post_init__(self):
         if self.landmarks is not None and self.fields != FIELDS:
@@ -78,6 +83,8 @@ class Encoding:
     ) -> list[Example]:
         """Returns the examples of a document, with landmarks; see `truncates` for `limit`."""
         examples = self.encode(document, tokenizer, config, **limit)
+        if REFERENCE in self.fields:
+            examples = [self.references.attach(example) for example in examples]
         return (
             examples
             if self.landmarks is None

@@ -1,7 +1,7 @@
 """Training objectives, one per file, and their table."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from bptjax.data.chat import FORMATS as CHATS
@@ -9,6 +9,7 @@ from bptjax.data.config import DataConfig
 from bptjax.data.rows import OTHERS
 from bptjax.models.config import ModelConfig
 from bptjax.objectives.classes import Classes
+from bptjax.objectives.dpo import DPO
 from bptjax.objectives.masked_tokens import MaskedTokens
 from bptjax.objectives.next_token import NextToken
 from bptjax.objectives.objective import Objective
@@ -17,7 +18,7 @@ from bptjax.parsing.flags import nearest
 AUTO = "auto"
 # `auto` takes the first objective that fits the model.
 OBJECTIVES: dict[str, Objective] = {
-    row.name: row for row in (NextToken(), MaskedTokens(), Classes())
+    row.name: row for row in (NextToken(), MaskedTokens(), Classes(), DPO())
 }
 
 RECORDS = {row.record.name: row.record for row in OBJECTIVES.values() if row.record}
@@ -32,18 +33,59 @@ class ObjectiveConfig:
     Attributes:
       type: next_token trains decoders to predict the next token; masked_tokens trains encoders with
         masked_head to predict masked tokens; class trains encoders with classes to predict the
-        class of a text or an image. auto takes the objective that the model has a head for.
+        class of a text or an image. dpo trains decoders on pairs of a better and a worse answer,
+        against a reference. auto takes next_token, masked_tokens or class, by the model's head.
+      loss: loss of dpo: sigmoid, robust, hinge, ipo, sigmoid_norm or apo_zero.
+      beta: strength of the pull towards the reference: a factor on the difference of
+        log-probabilities.
+      label_smoothing: assumed share of pairs with exchanged answers, for the losses sigmoid, robust
+        and sigmoid_norm of dpo.
+      sft_weight: weight of the negative log-likelihood of the better answer, per token.
+      reference: source of the reference's log-probabilities. adapters_off runs the model without
+        adapters on each batch; cached scores all pairs once before training; auto takes the former
+        with new adapters, else the latter.
     """
 
     type: str = AUTO
+    loss: str | None = None
+    beta: float | None = None
+    label_smoothing: float | None = None
+    sft_weight: float | None = None
+    reference: str | None = None
 
     def __post_init__(self):
         if self.type not in (names := (AUTO, *OBJECTIVES)):
             raise ValueError(f"objective.type={self.type}: must be one of {', '.join(names)}")
+        row = OBJECTIVES.get(self.type)
+        known = row.settings() if row else {}
+        for key, value in self.given.items():
+            if key not in known:
+                reading = [name for name, row in OBJECTIVES.items() if key in row.settings()]
+                raise ValueError(
+                    f"objective.{key}={value}: requires objective.type={' or '.join(reading)}; "
+                    "leave it out"
+                )
+        if row is not None:
+            _ = self.of(row)
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The keys that are set, other than `type`."""
+        names = [f.name for f in fields(self) if f.name != "type"]
+        return {name: x for name in names if (x := getattr(self, name)) is not None}
+
+    def of(self, row: Objective) -> Objective:
+        """Returns the objective with the values of this config.
+
+        Raises:
+          ValueError: a value is out of range.
+        """
+        known = row.settings()
+        return replace(row, **{known[key]: x for key, x in self.given.items() if key in known})
 
 
 def choose(config: ObjectiveConfig, model: ModelConfig) -> Objective:
-    """Returns the objective of a run, with its config keys.
+    """Returns the objective of a run, with the values of its config keys.
 
     Raises:
       ValueError: the model has no head for it.
@@ -53,8 +95,7 @@ def choose(config: ObjectiveConfig, model: ModelConfig) -> Objective:
         name = next((name for name, row in OBJECTIVES.items() if row.fits(model)), None)
     if name is None:
         raise ValueError("model.causal=false: requires masked_head or classes in model.encoder")
-    # An objective with config keys is a field of the config.
-    chosen = getattr(config, name, OBJECTIVES[name])
+    chosen = config.of(OBJECTIVES[name])
     if not chosen.fits(model):
         raise ValueError(f"objective.type={name}: requires {chosen.needs}")
     return chosen
@@ -114,9 +155,9 @@ def check(
             raise ValueError(f"{key}={value}: {text}; leave it out")
     changed = [(key, value) for key, value in keys.items() if value != defaults[key]]
     for row in OBJECTIVES.values():
-        prefixes = f"objective.{row.name}.", *row.keys
-        own = [(key, value) for key, value in changed if key.startswith(prefixes)]
-        own += [(key, value) for key, value in formats if row.record and value == row.record.name]
+        own = [(key, value) for key, value in changed if key in row.keys]
+        if row.record and row.record is not objective.record:
+            own += [(key, value) for key, value in formats if value == row.record.name]
         for key, value in own if row.name != objective.name else ():
             text = f"requires objective.type={row.name}"
             raise ValueError(f"{key}={value}: {text}; leave it out")

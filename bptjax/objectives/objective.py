@@ -1,7 +1,7 @@
 """The protocol of an objective. By default the loss is the cross-entropy of the labels."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 from jax import Array
@@ -11,12 +11,14 @@ from bptjax.data.rows import RecordFormat
 from bptjax.models.config import ModelConfig
 from bptjax.objectives.cross_entropy import ForwardPass, Losses, cross_entropy, head_inputs
 from bptjax.ops.labels import IGNORED
+from bptjax.weights.lora import AdapterConfig
 
 
 @dataclass(frozen=True)
 class Objective:
     """What a model is trained to do; a value of `OBJECTIVES`. Subclasses are frozen dataclasses
-    too, and their fields are config keys; see `ObjectiveConfig`.
+    too. Their fields are keys of `ObjectiveConfig` with the same name; a field may end with `_` to
+    avoid the name of a method.
 
     Attributes:
       name: value of objective.type.
@@ -28,6 +30,8 @@ class Objective:
         it.
       metrics: names of the other sums that `loss` returns. Their means are logged as `train/NAME`
         and `eval/NAME`.
+      learning_rates: default of optimizer.learning_rate for a checkpoint that is fine-tuned,
+        without and with adapters.
     """
 
     name: ClassVar[str]
@@ -37,6 +41,27 @@ class Objective:
     unit: ClassVar[str] = "token"
     likelihood: ClassVar[bool] = False
     metrics: ClassVar[tuple[str, ...]] = ()
+    learning_rates: ClassVar[tuple[float, float]] = 2e-5, 2e-4
+
+    @classmethod
+    def settings(cls) -> dict[str, str]:
+        """Returns the field of each key of the group objective that this objective reads."""
+        return {f.name.rstrip("_"): f.name for f in fields(cls)}
+
+    def for_adapters(self, adapter: AdapterConfig, continued: bool) -> "Objective":
+        """Returns the objective of a run with these adapters.
+
+        Args:
+          continued: whether training continues adapters of a checkpoint.
+
+        Raises:
+          ValueError: a key of the objective does not work with the adapters.
+        """
+        return self
+
+    def describe(self) -> str:
+        """Formats the objective for the first lines of a run."""
+        return self.name
 
     def fits(self, model: ModelConfig) -> bool:
         """Returns whether the model has the head that this objective trains."""

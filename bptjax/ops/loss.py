@@ -51,7 +51,8 @@ def linear_cross_entropy(
 
     Logits exist for one chunk of tokens at a time. With reduction="sum", the forward pass also
     computes the gradients, so each chunk's logits are computed once; the gradients of head and bias
-    accumulate in float32. With reduction="none", the backward pass recomputes the logits.
+    accumulate in float32. With reduction="none", the backward pass recomputes the logits, unless
+    the head is frozen.
 
     Args:
       head: output embedding, `[V, D]` as Hugging Face stores it, so a tied head is the input
@@ -189,6 +190,11 @@ def _zeros(head: _Head, frozen: bool = False) -> _Head:
     return jax.tree.map(lambda x: jnp.zeros_like(x, jnp.float32), head)
 
 
+def _values(operands: Any) -> Any:
+    """Returns the arrays of a forward pass with symbolic zeros."""
+    return jax.tree.map(lambda x: x.value, operands, is_leaf=lambda x: hasattr(x, "perturbed"))
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _sum(options, hidden, head, labels, weights):
     losses, z = _each(options, hidden, head, labels, weights)
@@ -197,9 +203,7 @@ def _sum(options, hidden, head, labels, weights):
 
 def _sum_forward(options, *operands):
     frozen = not operands[1].matrix.perturbed
-    hidden, head, labels, weights = jax.tree.map(
-        lambda x: x.value, operands, is_leaf=lambda x: hasattr(x, "perturbed")
-    )
+    hidden, head, labels, weights = _values(operands)
 
     def local(hidden, head, labels, weights, axes):
         def add(sums, chunk):
@@ -251,24 +255,50 @@ def _each(options, hidden, head, labels, weights):
 
 
 def _each_forward(options, *operands):
-    return _each(options, *operands), operands
+    frozen = not any(x.perturbed for x in operands[1] if x is not None)
+    operands = _values(operands)
+    if not frozen:
+        return _each(options, *operands), (operands, None)
+    hidden, head, labels, weights = operands
+
+    def local(hidden, head, labels, weights, axes):
+        def chunk_losses(_, chunk):
+            losses, z, residuals = _losses(options, chunk[0], head, *chunk[1:])
+            return None, (losses, z, _gradients(options, head, residuals, 1.0, True)[0])
+
+        _, each = jax.lax.scan(chunk_losses, None, _chunks(options, hidden, labels, weights))
+        return tuple(join_chunks(x, hidden.shape[1]) for x in each)
+
+    inputs = SHARDED, REPLICATED, SHARDED, SHARDED
+    run = per_device(local, options.axes, inputs, (SHARDED, SHARDED, SHARDED))
+    losses, z, dhidden = run(hidden, _cast(head, hidden.dtype), labels, weights)
+    return (losses, z), (None, dhidden)
 
 
-def _each_backward(options, operands, cotangents):
-    (hidden, head, labels, weights), (dlosses, _) = operands, cotangents
-    cast = _cast(head, hidden.dtype)
+def _each_backward(options, residuals, cotangents):
+    (operands, dhidden), (dlosses, _) = residuals, cotangents
+    if operands is None:
+        scaled = dhidden.astype(jnp.float32) * dlosses[..., None]
+        return scaled.astype(dhidden.dtype), _Head(None, None), None, None
+    hidden, head, labels, weights = operands
 
-    def add(dhead, chunk):
-        (hidden, labels, weights), scale = chunk
-        *_, residuals = _losses(options, hidden, cast, labels, weights)
-        dhidden, d = _gradients(options, cast, residuals, scale)
-        return jax.tree.map(jnp.add, dhead, d), dhidden
+    def local(hidden, head, labels, weights, dlosses, axes):
+        def add(dhead, chunk):
+            (hidden, labels, weights), scale = chunk
+            *_, residuals = _losses(options, hidden, head, labels, weights)
+            dhidden, d = _gradients(options, head, residuals, scale)
+            return jax.tree.map(jnp.add, dhead, d), dhidden
 
-    chunks = _chunks(options, hidden, labels, weights)
-    scales = _chunks(options, dlosses, labels, weights)[0]
-    dhead, dhidden = jax.lax.scan(add, _zeros(head), (chunks, scales))
+        chunks = _chunks(options, hidden, labels, weights)
+        scales = _chunks(options, dlosses, labels, weights)[0]
+        dhead, dhidden = jax.lax.scan(add, _zeros(head), (chunks, scales))
+        return join_chunks(dhidden, hidden.shape[1]), jax.lax.psum(dhead, axes)
+
+    inputs = SHARDED, REPLICATED, SHARDED, SHARDED, SHARDED
+    run = per_device(local, options.axes, inputs, (SHARDED, REPLICATED))
+    dhidden, dhead = run(hidden, _cast(head, hidden.dtype), labels, weights, dlosses)
     dhead = jax.tree.map(lambda x, like: x.astype(like.dtype), dhead, head)
-    return join_chunks(dhidden, hidden.shape[1]), dhead, None, None
+    return dhidden, dhead, None, None
 
 
-_each.defvjp(_each_forward, _each_backward)
+_each.defvjp(_each_forward, _each_backward, symbolic_zeros=True)

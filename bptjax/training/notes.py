@@ -75,6 +75,15 @@ def describe_model(spec: TrainSpec, data: RunData) -> list[str]:
     return notes
 
 
+def describe_objective(spec: TrainSpec) -> list[str]:
+    """Formats the lines about an objective with keys of its own; empty for others."""
+    if not spec.objective.settings():
+        return []
+    rate = spec.config.optimizer.known("learning_rate")
+    text = f"objective: {spec.objective.describe()}; learning rate {rate:g}"
+    return textwrap.wrap(text, 80, subsequent_indent="  ")
+
+
 def describe_update(spec: TrainSpec) -> list[str]:
     """Formats the lines about when parameters are updated."""
     obstacle, clipping = spec.in_backward_obstacle, spec.exact_clipping

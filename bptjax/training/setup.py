@@ -50,7 +50,12 @@ from bptjax.tasks.sample import Sampler
 from bptjax.training.checks import check_best_metric, check_host_memory, check_model, check_spec
 from bptjax.training.data import RunData, open_data, say
 from bptjax.training.eval_tasks import open_tasks
-from bptjax.training.notes import describe_devices, describe_model, describe_update
+from bptjax.training.notes import (
+    describe_devices,
+    describe_model,
+    describe_objective,
+    describe_update,
+)
 from bptjax.training.run_directory import (
     START,
     acquire_run_dir,
@@ -290,6 +295,7 @@ def _open_run(config: Config, devices: list[jax.Device], date: str) -> TrainingR
         tasks=tasks,
         notes=[
             *describe_devices(spec, data),
+            *describe_objective(spec),
             *describe_model(spec, data),
             *describe_update(spec),
             *data.notes,

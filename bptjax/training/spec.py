@@ -1,7 +1,7 @@
 """The fixed parts of a run: config, model and mesh, with the arithmetic of batches and steps."""
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import jax.numpy as jnp
@@ -9,6 +9,7 @@ from jax.sharding import Mesh
 
 from bptjax.config import Config
 from bptjax.data.encoding import Encoding
+from bptjax.data.references import References
 from bptjax.models.config import ModelConfig
 from bptjax.models.execution import Execution
 from bptjax.objectives import choose
@@ -35,6 +36,7 @@ class TrainSpec:
       model: the architecture, with the sizes from the tokenizer and the checkpoint.
       pretrained: the checkpoint to start from; None for a new model.
       epoch_steps: train.epochs in optimizer steps; None until the data are counted.
+      references: log-probabilities from before training, for an objective that reads them.
     """
 
     config: Config
@@ -42,6 +44,7 @@ class TrainSpec:
     mesh: Mesh
     pretrained: Pretrained | None = None
     epoch_steps: int | None = None
+    references: References = field(default_factory=References)
 
     @cached_property
     def execution(self) -> Execution:
@@ -84,14 +87,19 @@ class TrainSpec:
         """What the model is trained to do.
 
         Raises:
-          ValueError: the model has no head for it.
+          ValueError: the model has no head for it, or the adapters do not work with it.
         """
-        return choose(self.config.objective, self.model)
+        continued = self.pretrained is not None and self.pretrained.adapters is not None
+        adapter = self.config.adapter
+        if self.model.add_tokens and adapter.type != "none":
+            # All embeddings are trained, as if they were named.
+            adapter = replace(adapter, modules_to_save=["model.add_tokens"])
+        return choose(self.config.objective, self.model).for_adapters(adapter, continued)
 
     @cached_property
     def encoding(self) -> Encoding:
         """How documents become examples."""
-        return self.objective.encoding(self.model)
+        return replace(self.objective.encoding(self.model), references=self.references)
 
     @property
     def micro_batch_size(self) -> int:

@@ -292,6 +292,15 @@ def attach(model: Any, adapters: Mapping[str, LoraWeights], dropout: float) -> A
     return jax.tree.map_with_path(attached, model, is_leaf=_is_kernel)
 
 
+def without_adapters(model: Any) -> Any:
+    """Returns the model with the frozen kernels of its adapters in their place."""
+
+    def base(leaf):
+        return leaf.base if isinstance(leaf, LoraKernel) else leaf
+
+    return jax.tree.map(base, model, is_leaf=lambda x: isinstance(x, LoraKernel))
+
+
 def merged(
     w: Array, adapter: LoraWeights | None, *, kernel_axes: KernelAxes, config: AdapterConfig
 ) -> Array:

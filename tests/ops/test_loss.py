@@ -266,8 +266,25 @@ def test_a_sharded_head(reduction):
         return linear_cross_entropy(hidden, head, labels, axes=axes, **options).sum()
 
     wanted = jax.value_and_grad(functools.partial(loss, axes=()), argnums=(0, 1))(hidden, HEAD)
-    both = loss if reduction == "none" else jax.value_and_grad(loss, argnums=(0, 1))
+    both = jax.value_and_grad(loss, argnums=(0, 1))
     where = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in (("fsdp",), (None, "fsdp")))
     with jax.set_mesh(mesh):
         placed = [jax.device_put(x, w) for x, w in zip((hidden, HEAD), where, strict=True)]
-        close(quick(both)(*placed), wanted[0] if reduction == "none" else wanted)
+        close(quick(both)(*placed), wanted)
+
+
+@pytest.mark.parametrize("axes", [(), ("fsdp",)], ids=["one device", "fsdp"])
+def test_losses_under_a_frozen_head(axes):
+    """Their gradients come from the forward pass, so that logits are computed once."""
+    mesh = make_mesh(ParallelConfig(fsdp=4), jax.devices()[:4])
+    hidden, labels = jnp.tile(HIDDEN, (4, 1, 1)), jnp.tile(SOME, (4, 1))
+    upstream = jnp.tile(UPSTREAM["none"], (4, 1))
+
+    def gradient(loss, **options):
+        return jax.grad(lambda x: (upstream * loss(x, HEAD, labels, **options)).sum())
+
+    ours = gradient(linear_cross_entropy, chunk=6, reduction="none", axes=axes)
+    with jax.set_mesh(mesh):
+        close(quick(ours)(hidden), gradient(plain)(hidden))
+    products = str(jax.make_jaxpr(ours)(hidden)).count("dot_general")
+    assert products == 2, products
