@@ -73,6 +73,17 @@ class DataCheck:
         return all(account.complete for account in (*self.accounts, self.held_out))
 
     @property
+    def records(self) -> list[AnyRecords]:
+        """The records of each source, and the held-out records."""
+        return [*self._sources, self._held_out]
+
+    @property
+    def total(self) -> int | None:
+        """Number of these records; None if it is unknown."""
+        totals = [account.total for account in (*self.accounts, self.held_out)]
+        return None if None in totals else sum(n for n in totals if n is not None)
+
+    @property
     def sequences_per_epoch(self) -> int | None:
         """Number of sequences that hold every training record once; with several sources, in one
         pass over the source that runs out first. An estimate until the check is complete; None if

@@ -13,6 +13,7 @@ from bptjax.config import Config
 from bptjax.data.examples import Example
 from bptjax.data.loader import data_check, eval_loader
 from bptjax.data.records import readable
+from bptjax.data.references import REFERENCE
 from bptjax.data.sources import Mixture, open_held_out
 from bptjax.data.tokenizer import Tokenizer, utf8
 from bptjax.models.decoder import Decoder
@@ -85,7 +86,13 @@ class HeldOut:
         spec = self._spec(model)
         data, seq_len = spec.config.data, spec.config.train.seq_len
         objective = check_objective(model.config, spec.config)
-        how: dict[str, Any] = dict(seq_len=seq_len, encoding=objective.encoding(model.config))
+        encoding = spec.encoding
+        if REFERENCE in encoding.fields:
+            raise ValueError(
+                f"--data={self.args.data}: must not be given for a run of objective.type="
+                f"{objective.name}, whose loss needs a reference; see the run's own evaluations"
+            )
+        how: dict[str, Any] = dict(seq_len=seq_len, encoding=encoding)
         named = Mixture([self.documents], [str(self.args.data)], [1.0])
         check = data_check(named, [], tokenizer, data, **how)
         check.run()

@@ -37,6 +37,7 @@ from bptjax.training.guards import (
 )
 from bptjax.training.html_report import memory_of, reporting
 from bptjax.training.logs import Logs, open_logs
+from bptjax.training.references import complete_references, load_references
 from bptjax.training.report import export_adapter, log_summary, predict_answers, sample_text
 from bptjax.training.resume import Start, complete_state, find_start, open_checkpoints
 from bptjax.training.run_directory import write_config
@@ -70,6 +71,7 @@ def train(run: TrainingRun, *, profile: bool = False) -> int:
         stack.push(exit_after_timeout)
         facts = stack.enter_context(reporting(run))
         stack.enter_context(explain_out_of_memory(run.spec))
+        load_references(run)
         start = find_start(run, checkpoints)
         if first:
             # Write only after every check: a refused start must not touch the run directory.
@@ -82,6 +84,7 @@ def train(run: TrainingRun, *, profile: bool = False) -> int:
             for line in (*run.check.lines(), *run.notes):
                 logs.progress.log(line)
         state = complete_state(run, start, logs.progress)
+        complete_references(run, state, start.step, logs.progress)
         # All processes profile a step, or none.
         profile = any(all_gather_json(profile))
         loop = TrainLoop(run, checkpoints, logs, start, state, facts, profile)

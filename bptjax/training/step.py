@@ -10,12 +10,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.sharding import NamedSharding, PartitionSpec
 
 from bptjax.cost.flops import attended_pairs
 from bptjax.cost.hlo import check_float8_products
 from bptjax.models.feed_forward import Auxiliary
 from bptjax.models.feed_forwards import FEED_FORWARDS
 from bptjax.models.transformer import Transformer
+from bptjax.objectives.answers import score_answers
 from bptjax.objectives.cross_entropy import ForwardPass
 from bptjax.ops.target import compiler_options, is_absent, platform
 from bptjax.optim.optimizer import apply_gradients
@@ -419,6 +421,21 @@ def random_batch(spec: TrainSpec) -> Batch:
     batch |= dict(segments=np.ones_like(positions))
     batch = {name: np.zeros_like(positions) for name in spec.encoding.fields} | batch
     return spec.layout.put(batch, train.gradient_accumulation_steps)
+
+
+def answer_scorer(spec: TrainSpec) -> Callable[[Transformer, Batch], Array]:
+    """Returns a function from a model and a batch `[1, B, T]` to the log-probabilities of its
+    answers, `Answers.logps`, on every device."""
+
+    @partial(jax.jit, out_shardings=NamedSharding(spec.mesh, PartitionSpec()))
+    def score(model, batch):
+        model, batch = _in_float8(spec, model)(model), jax.tree.map(lambda x: x[0], batch)
+        hidden, _ = _run_model(spec, model, batch, None)
+        chunk = spec.execution.ce_chunk
+        forward = ForwardPass(model, batch, hidden, lambda other: hidden, 0.0, chunk)
+        return score_answers(forward).logps
+
+    return score
 
 
 def evaluator(
