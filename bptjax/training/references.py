@@ -65,7 +65,8 @@ def complete_references(
                 pairs = values[: 2 * len(own)].reshape(-1, 2)
                 logps |= {key: pair.copy() for key, pair in zip(own, pairs, strict=True)}
                 shown.advance(len(own))
-    progress.log(f"reference: scored {plural(len(logps), "different pair")} once, in {path}")
+    scored = plural(len(logps), "different pair")
+    progress.log(f"reference: scored {scored} once, in {path}")
     run.spec.references.fill(logps)
     with raise_together():
         if jax.process_index() == 0:

@@ -1,0 +1,341 @@
+"""Losses of pairs of answers: values, gradients, layouts, references and whole runs."""
+
+import json
+import math
+import shutil
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from bptjax.cli.train import main
+from bptjax.models.config import ModelConfig
+from bptjax.objectives.dpo import DPO, LOSSES
+from bptjax.objectives.preferences import Pairs
+from bptjax.ops.labels import IGNORED
+from bptjax.parallel.mesh import ParallelConfig, make_mesh
+from bptjax.run.metrics import read_metrics
+from bptjax.training.state import split_trained
+from bptjax.training.step import compile_step, random_batch
+from bptjax.weights.lora import AdapterConfig, LoraKernel, join, without_adapters
+from training.specs import gradient_sums, initial_state
+from training.test_objectives import PAIRS, SIZES, T, batches, make_spec
+
+BETA = 0.1
+MODEL = ModelConfig(**SIZES, logits_softcap=5.0, head_bias=True, init_std=0.3)
+
+
+# The formulas of TRL 1.16, of sums and means of log-probabilities in float64: gains of the answers,
+# and their numbers of tokens.
+def sigma(x):
+    return 1 / (1 + np.exp(-x))
+
+
+FORMULAS = {
+    "sigmoid": lambda c, r, nc, nr, e: -np.log(sigma(BETA * (c - r))),
+    "robust": lambda c, r, nc, nr, e: (
+        (-(1 - e) * np.log(sigma(BETA * (c - r))) + e * np.log(sigma(-BETA * (c - r))))
+        / (1 - 2 * e)
+    ),
+    "hinge": lambda c, r, nc, nr, e: np.maximum(0, 1 - BETA * (c - r)),
+    "ipo": lambda c, r, nc, nr, e: (c / nc - r / nr - 1 / (2 * BETA)) ** 2,
+    "sigmoid_norm": lambda c, r, nc, nr, e: -np.log(sigma(BETA * (c / nc - r / nr))),
+    "apo_zero": lambda c, r, nc, nr, e: 1 - sigma(BETA * c) + sigma(BETA * r),
+}
+AT_THE_REFERENCE = dict(
+    sigmoid=math.log(2),
+    robust=math.log(2),
+    hinge=1.0,
+    ipo=25.0,
+    sigmoid_norm=math.log(2),
+    apo_zero=1.0,
+)
+
+
+def pairs_of(gains, tokens):
+    gains = jnp.asarray(gains, jnp.float32)[None]
+    tokens = jnp.broadcast_to(jnp.asarray(tokens, jnp.float32), gains.shape)
+    return Pairs(gains, gains / tokens, gains, gains / tokens)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses_and_their_gradients(name):
+    """Against the formulas in float64, and central differences of them."""
+    rng = np.random.default_rng(0)
+    gains, tokens = rng.normal(0, 4, (6, 2)), rng.integers(1, 9, (6, 2))
+    smoothing, formula = 0.1 * (name == "robust"), FORMULAS[name]
+
+    def ours(gains):
+        return LOSSES[name].of(pairs_of(gains, tokens), BETA, smoothing)[0]
+
+    def exact(gains):
+        return formula(*gains.T, *tokens.T, smoothing)
+
+    np.testing.assert_allclose(ours(gains), exact(gains), rtol=1e-5)
+    step = 1e-5 * np.eye(2)
+    wanted = [(exact(gains + d) - exact(gains - d)) / 2e-5 for d in step]
+    found = jax.grad(lambda x: ours(x).sum())(jnp.asarray(gains, jnp.float32))
+    np.testing.assert_allclose(found, np.stack(wanted, -1), rtol=1e-4, atol=1e-6)
+    at_zero = LOSSES[name].of(pairs_of(np.zeros((1, 2)), tokens[:1]), BETA, smoothing)
+    np.testing.assert_allclose(at_zero, [[AT_THE_REFERENCE[name]]], rtol=1e-6)
+
+
+def test_smoothing_exchanges_answers():
+    """Conservative DPO is the mean of the losses of both orders; TRL ignores it."""
+    gains = np.random.default_rng(1).normal(0, 4, (5, 2))
+    for name in ("sigmoid", "sigmoid_norm"):
+        own = partial(LOSSES[name].of, beta=BETA)
+        there, back = (own(pairs_of(x, 1.0), smoothing=0.0) for x in (gains, gains[:, ::-1]))
+        mixed = own(pairs_of(gains, 1.0), smoothing=0.2)
+        np.testing.assert_allclose(mixed, 0.8 * there + 0.2 * back, rtol=1e-5)
+    for name, row in LOSSES.items():
+        if not row.smoothed:
+            with pytest.raises(ValueError, match=f"smoothing=0.1: must be 0 with .*loss={name}"):
+                DPO(loss_=name, label_smoothing=0.1)
+
+
+def lora_spec(parallel=None, objective=None, model=MODEL):
+    spec = make_spec(model, "dpo", parallel)
+    config = replace(spec.config, adapter=AdapterConfig(type="lora", r=2))
+    if objective:
+        config = replace(config, objective=replace(config.objective, **objective))
+    return replace(spec, config=config)
+
+
+def moved(spec):
+    """The state with adapters that change the model."""
+    state = initial_state(spec)
+
+    def move(leaf):
+        if not isinstance(leaf, LoraKernel):
+            return leaf
+        b = leaf.b.get_value()
+        noise = jax.random.normal(jax.random.key(leaf.number), b.shape, b.dtype)
+        return replace(leaf, b=leaf.b.replace(noise))
+
+    model = jax.tree.map(move, state.model, is_leaf=lambda x: isinstance(x, LoraKernel))
+    return replace(state, model=model)
+
+
+def rows_of(documents):
+    """Tokens, labels and segments of each answer alone, `[2 · pairs, T]`, from bytes."""
+    rows = np.zeros((2 * len(documents), T), np.int32), np.full((2 * len(documents), T), IGNORED)
+    for i, document in enumerate(documents):
+        for k, chat in enumerate(document.chats):
+            prompt, answer = (message["content"].encode() for message in chat.messages)
+            ids = [256, *prompt, *answer, 256]
+            rows[0][2 * i + k, : len(ids) - 1] = ids[:-1]
+            rows[1][2 * i + k, len(prompt) : len(ids) - 1] = ids[len(prompt) + 1 :]
+    lengths = (rows[1] != IGNORED).shape[1] - np.argmax(rows[1][:, ::-1] != IGNORED, 1)
+    return *rows, (np.arange(T) < lengths[:, None]).astype(np.int32)
+
+
+def oracle(spec, state, formula, sft_weight=0.0):
+    """Mean loss and gradients from all logits of each answer in a row of its own."""
+    tokens, labels, segments = rows_of(PAIRS)
+
+    def logps(model):
+        hidden, _ = model(tokens, segments=segments)
+        logs = jax.nn.log_softmax(model.logits(hidden))
+        each = jnp.take_along_axis(logs, np.maximum(labels, 0)[..., None], -1)[..., 0]
+        return jnp.where(labels == IGNORED, 0.0, each).sum(1).reshape(-1, 2)
+
+    trained, frozen = split_trained(spec, state.model)
+    counts = jnp.asarray((labels != IGNORED).sum(1).reshape(-1, 2), jnp.float32)
+
+    @jax.jit
+    @jax.value_and_grad
+    def loss(trained):
+        model = join(trained, frozen)
+        policy = logps(model)
+        gains = policy - jax.lax.stop_gradient(logps(without_adapters(model)))
+        sft = -sft_weight * policy[:, 0] / counts[:, 0]
+        return (formula(gains, counts) + sft).mean()
+
+    return loss(trained)
+
+
+@pytest.mark.parametrize(
+    "objective, formula",
+    [
+        ({}, lambda x, n: -jax.nn.log_sigmoid(BETA * (x[:, 0] - x[:, 1]))),
+        pytest.param(
+            dict(loss="ipo", sft_weight=0.5),
+            lambda x, n: (x[:, 0] / n[:, 0] - x[:, 1] / n[:, 1] - 5) ** 2,
+            marks=pytest.mark.thorough,
+        ),
+    ],
+)
+def test_equals_separate_rows(objective, formula):
+    """A packed row gives the loss and the gradients of separate rows with all logits."""
+    spec = lora_spec(objective=objective)
+    state = moved(spec)
+    (batch,) = batches(spec, PAIRS, "best_fit", 8)
+    assert batch["answers"].max() > 2
+    sums, grads, count = gradient_sums(spec, batch, state=state)
+    loss, wanted = oracle(spec, state, formula, objective.get("sft_weight", 0.0))
+    assert int(count) == len(PAIRS)
+    np.testing.assert_allclose(sums.loss / int(count), loss, rtol=1e-5)
+    leaves = zip(jax.tree.leaves(grads), jax.tree.leaves(wanted), strict=True)
+    for found, exact in leaves:
+        scale, difference = np.linalg.norm(exact), np.asarray(found) / int(count) - exact
+        assert scale and np.linalg.norm(difference) <= 1e-5 * max(scale, 1e-2)
+    margins = sums.metrics["rewards/margins"] / int(count)
+    chosen, rejected = (sums.metrics[f"rewards/{x}"] / int(count) for x in ("chosen", "rejected"))
+    np.testing.assert_allclose(margins, chosen - rejected, rtol=1e-4)
+
+
+MESHES = [dict(sp=2, fsdp=2), dict(sp=4, tp=2), dict(fsdp=4, tp=2), dict(dp=2, sp=2, tp=2)]
+
+
+@pytest.mark.parametrize("packing", ["none", "concat"])
+def test_the_first_loss_is_ln_2(packing):
+    spec = lora_spec()
+    (batch,) = batches(spec, PAIRS, packing, 16)
+    sums, _, count = gradient_sums(spec, batch)
+    assert abs(float(sums.loss) / int(count) - math.log(2)) < 1e-6
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("axes", MESHES, ids=str)
+def test_meshes(axes):
+    """The first loss is ln 2; later losses and gradients are those of one device."""
+    one, spec = lora_spec(), lora_spec(ParallelConfig(**axes))
+    spec = replace(spec, mesh=make_spec_mesh(axes))
+    (batch,) = batches(one, PAIRS, "best_fit", 16)
+    sums, _, count = gradient_sums(spec, batch, 2)
+    assert abs(float(sums.loss) / int(count) - math.log(2)) < 1e-6
+    wanted = gradient_sums(one, batch, state=moved(one))
+    found = gradient_sums(spec, batch, 2, state=moved(spec))
+    np.testing.assert_allclose(found[0].loss, wanted[0].loss, rtol=1e-5)
+    for a, b in zip(jax.tree.leaves(found[1]), jax.tree.leaves(wanted[1]), strict=True):
+        assert np.linalg.norm(np.asarray(a) - b) <= 2e-5 * max(np.linalg.norm(b), 1e-2)
+
+
+def make_spec_mesh(axes):
+    return make_mesh(ParallelConfig(**axes), jax.devices()[: math.prod(axes.values())])
+
+
+@pytest.mark.thorough
+def test_memory_of_a_step():
+    """A step holds no logits and little more than one on as many tokens of chats."""
+    big = ModelConfig(vocab_size=4096, hidden_size=64, num_layers=2, num_heads=2)
+
+    def temporaries(objective):
+        spec = lora_spec(model=big)
+        train = replace(spec.config.train, seq_len=4096, per_device_train_batch_size=1)
+        own = replace(spec.config.objective, **objective)
+        config = replace(spec.config, train=train, objective=own)
+        spec = replace(spec, config=config)
+        with jax.set_mesh(spec.mesh):
+            compiled = compile_step(spec, initial_state(spec), random_batch(spec))
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    nothing = dict(
+        type="next_token",
+        loss=None,
+        beta=None,
+        label_smoothing=None,
+        sft_weight=None,
+        reference=None,
+    )
+    dpo, sft = temporaries({}), temporaries(nothing)
+    assert dpo <= 1.05 * sft, (dpo, sft)
+
+
+RUN = """
+device: cpu
+model: {{hidden_size: 16, num_layers: 1, num_heads: 2}}
+objective: {{type: dpo}}
+data: {{path: {0}/pairs.jsonl, eval_fraction: 0.2}}
+train: {{max_steps: 6, seq_len: 48, per_device_train_batch_size: 2, eval_steps: 3}}
+optimizer: {{learning_rate: 1.0e-2}}
+execution: {{q_chunk: 16, k_chunk: 16, ffn_chunk: 16}}
+checkpoint: {{save_steps: 3}}
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A directory with a config, its data, and the finished run."""
+    folder = tmp_path_factory.mktemp("preferences")
+    (folder / "config.yaml").write_text(RUN.format(folder))
+    pairs = [
+        {"prompt": f"{a}+{b}=", "chosen": str(a + b), "rejected": str(a + b + 3)}
+        for a in range(5)
+        for b in range(4)
+    ]
+    (folder / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("bptjax.training.setup.select_devices", lambda device: jax.devices()[:1])
+        assert run(folder, folder / "run") == 0
+    return folder
+
+
+def run(folder, run_dir, *flags):
+    return main(["--config", str(folder / "config.yaml"), f"--run_dir={run_dir}", *flags])
+
+
+def losses(run_dir):
+    return {
+        (each["step"], name): each[name]
+        for each in read_metrics(run_dir / "metrics.jsonl")
+        for name in each
+        if name.startswith(("train/loss", "train/rewards", "eval/"))
+    }
+
+
+@pytest.mark.thorough
+def test_a_run(folder):
+    """Its reference is the model at its start: log-probabilities are scored once."""
+    found = losses(folder / "run")
+    for key in ((0, "eval/loss"), (1, "train/loss")):
+        assert abs(found[key] - math.log(2)) < 1e-5
+    assert found[6, "eval/loss"] < found[0, "eval/loss"]
+    assert {"eval/rewards/accuracies", "eval/rewards/margins"} <= {name for _, name in found}
+    log = (folder / "run" / "log.txt").read_text()
+    assert "objective: dpo, beta 0.1, loss sigmoid, reference log-probabilities from" in log
+    assert "learning rate 0.01" in log and "reference: scored 20 different pairs once" in log
+
+
+@pytest.mark.thorough
+def test_a_resumed_run_reads_its_references(folder, tmp_path, capsys):
+    """It equals one that was not stopped; without the file, or with other data, it is refused."""
+    run_dir = tmp_path / "run"
+    assert (
+        run(folder, run_dir, "--train.max_steps=3", "--optimizer.lr_scheduler_type=constant") == 0
+    )
+    more = "--optimizer.lr_scheduler_type=constant"
+    assert run(folder, tmp_path / "whole", more) == 0
+    file = run_dir / "reference.npz"
+    shutil.move(file, tmp_path / "kept.npz")
+    assert run(folder, run_dir, more) == 2
+    assert f"{file}: must be there to resume step 3" in capsys.readouterr().err
+    shutil.copy(tmp_path / "kept.npz", file)
+    assert run(folder, run_dir, more) == 0
+    whole, found = losses(tmp_path / "whole"), losses(run_dir)
+    assert {k: x for k, x in whole.items() if k in found} == found
+    assert (6, "train/loss") in found
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        (["--objective.reference=adapters_off"], "adapters_off: must be auto or cached with"),
+        (["--objective.reference=none"], "objective.reference=none: must be one of auto, adapters"),
+        (["--objective.loss=ipos"], "objective.loss=ipos: must be one of sigmoid, robust, hinge"),
+        (["--objective.beta=0"], "objective.beta=0.0: must be positive"),
+        (["--data.too_long=truncate_right"], "data.too_long=truncate_right: must be drop or error"),
+        (["--train.z_loss=0.1"], "train.z_loss=0.1: must be 0.0 with objective.type=dpo"),
+    ],
+)
+def test_refusals(flags, message, tmp_path, capsys):
+    (tmp_path / "config.yaml").write_text(RUN.format(tmp_path))
+    (tmp_path / "pairs.jsonl").write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n' * 9)
+    assert run(tmp_path, tmp_path / "run", *flags) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+    assert not (tmp_path / "run").exists()
