@@ -176,7 +176,7 @@ def test_packing_keeps_pairs_together(tmp_path):
         batches = train_loader(data, BYTE, config, batch_size=12, **how)
         batch = next(batches)
         batches.close()
-        pairs = set()
+        pairs, first = set(), []
         for i in range(12):
             row = {name: x[i] for name, x in batch.items()}
             assert row["segments"].max() == row["answers"].max()
