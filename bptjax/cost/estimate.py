@@ -93,6 +93,9 @@ class Estimator:
             sizes = kernel_sizes(spec, sharded=spec.config.parallel.zero_stage == 3)
             self.held += sum(math.prod(x) for x in sizes.values())
         self.frozen = spec.config.adapter.type != "none"
+        self.reference_passes = spec.objective.reference_passes
+        # Losses of single tokens compute the logits again if the head is trained.
+        self.logits_again = spec.objective.token_losses and not self.frozen
         self.in_backward = spec.in_backward
         self.micro_batches = train.gradient_accumulation_steps
         self.gradients = gradient_bytes(spec)
@@ -184,11 +187,11 @@ class Estimator:
         none = execution.remat == "none"
         every, kernel, vocab = products(self.products), self.attention, classes * m.E / tp
         again = self.products.keys() - names - (NEVER_SAVED if none else {"down"})
-        passes = FROZEN if self.frozen else TRAINED
+        passes = (FROZEN if self.frozen else TRAINED) + self.reference_passes
         layers = passes * every + products(again) + (every if nested else 0.0)
-        head = passes * 2.0 * n * vocab
+        head = (passes + self.logits_again) * 2.0 * n * vocab
         attending = ATTENTION * kernel + (0.0 if names >= {*attention.RESIDUAL_NAMES} else kernel)
-        attending += kernel if nested else 0.0
+        attending += (kernel if nested else 0.0) + self.reference_passes * kernel
         groups = execution.head_groups
         if groups > 1:
             # The backward pass of each group computes unsaved activations of its heads again.
@@ -197,7 +200,7 @@ class Estimator:
         seconds = head / rates.products + attending / self.attention_rate
         seconds += layers / (rates.float8 if self.float8 else rates.products)
 
-        passes = 1.0 + 0.3 * bool(again) + 0.4 * bool(nested)
+        passes = 1.0 + 0.3 * bool(again) + 0.4 * bool(nested) + 0.3 * self.reference_passes
         gates = (2 + m.gated) * m.active_F / tp
         stream = STREAM_TRAFFIC * m.hidden_size + FEED_FORWARD_TRAFFIC * gates
         traffic = n * L * size * stream * passes / 2
@@ -231,6 +234,8 @@ class Estimator:
         stream += (2 + 4 / size) * chunk * m.hidden_size * self.ep if self.ep > 1 else 0
         workspace = size * stream + (4 * weights if chunks > 1 and not self.frozen else 0)
         loss = 6 * min(execution.ce_chunk, n) * classes / tp + (0 if self.frozen else 4 * vocab)
+        # The hidden states of a reference are beside those of the model.
+        loss += self.reference_passes * n * m.E * size
         # Most gradients do not exist yet during the loss.
         workspace = max(workspace, loss - self.gradients) + FRAGMENTED * loss
         flops = self.micro_batches * (layers + head + attending)

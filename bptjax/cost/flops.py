@@ -81,10 +81,15 @@ def attended_pairs(
 
 
 def model_flops(
-    model: ModelConfig, parameters: ParameterCounts, tokens: int, pairs: float
+    model: ModelConfig,
+    parameters: ParameterCounts,
+    tokens: int,
+    pairs: float,
+    reference_passes: int = 0,
 ) -> float:
     """Returns the FLOPs of a step as counted for model FLOPs utilization (MFU): the forward pass
-    and the gradients of activations and trained parameters, without recomputation.
+    and the gradients of activations and trained parameters, without recomputation, and forward
+    passes of a reference.
 
     Args:
       parameters: result of `matmul_parameters`.
@@ -95,9 +100,9 @@ def model_flops(
     allows.
     """
     total, trained = parameters
-    attention = 12.0 * pairs * model.num_heads * model.H
-    attention += 3.0 * mixing_flops(model) * tokens
-    return (4.0 * total + 2.0 * trained) * tokens + attention
+    attention = (12.0 + 4.0 * reference_passes) * pairs * model.num_heads * model.H
+    attention += (3.0 + reference_passes) * mixing_flops(model) * tokens
+    return ((4.0 + 2.0 * reference_passes) * total + 2.0 * trained) * tokens + attention
 
 
 def mixing_flops(model: ModelConfig) -> float:

@@ -13,12 +13,14 @@ from bptjax.objectives.dpo import DPO
 from bptjax.objectives.masked_tokens import MaskedTokens
 from bptjax.objectives.next_token import NextToken
 from bptjax.objectives.objective import Objective
+from bptjax.objectives.orpo import ORPO
+from bptjax.objectives.simpo import SimPO
 from bptjax.parsing.flags import nearest
 
 AUTO = "auto"
 # `auto` takes the first objective that fits the model.
 OBJECTIVES: dict[str, Objective] = {
-    row.name: row for row in (NextToken(), MaskedTokens(), Classes(), DPO())
+    row.name: row for row in (NextToken(), MaskedTokens(), Classes(), DPO(), ORPO(), SimPO())
 }
 
 RECORDS = {row.record.name: row.record for row in OBJECTIVES.values() if row.record}
@@ -34,13 +36,16 @@ class ObjectiveConfig:
       type: next_token trains decoders to predict the next token; masked_tokens trains encoders with
         masked_head to predict masked tokens; class trains encoders with classes to predict the
         class of a text or an image. dpo trains decoders on pairs of a better and a worse answer,
-        against a reference. auto takes next_token, masked_tokens or class, by the model's head.
+        against a reference; orpo and simpo need no reference. auto takes next_token, masked_tokens
+        or class, by the model's head.
       loss: loss of dpo: sigmoid, robust, hinge, ipo, sigmoid_norm or apo_zero.
-      beta: strength of the pull towards the reference: a factor on the difference of
-        log-probabilities.
+      beta: factor on log-probabilities in dpo and simpo; larger values keep dpo closer to its
+        reference. Weight of the odds ratio in orpo. 0.1; for simpo 2.
       label_smoothing: assumed share of pairs with exchanged answers, for the losses sigmoid, robust
         and sigmoid_norm of dpo.
-      sft_weight: weight of the negative log-likelihood of the better answer, per token.
+      sft_weight: weight of the negative log-likelihood of the better answer, per token, in dpo and
+        simpo.
+      gamma: margin between the answers in simpo.
       reference: source of the reference's log-probabilities. adapters_off runs the model without
         adapters on each batch; cached scores all pairs once before training; auto takes the former
         with new adapters, else the latter.
@@ -51,6 +56,7 @@ class ObjectiveConfig:
     beta: float | None = None
     label_smoothing: float | None = None
     sft_weight: float | None = None
+    gamma: float | None = None
     reference: str | None = None
 
     def __post_init__(self):

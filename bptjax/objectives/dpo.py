@@ -15,6 +15,7 @@ from bptjax.models.config import ModelConfig
 from bptjax.objectives.cross_entropy import ForwardPass
 from bptjax.objectives.preferences import Pairs, Preferences, check_sft_weight
 from bptjax.objectives.reference import (
+    ADAPTERS_OFF,
     AUTO,
     CACHED,
     REFERENCES,
@@ -135,6 +136,10 @@ class DPO(Preferences):
         if self.reference != CACHED:
             return encoding
         return replace(encoding, fields=(*encoding.fields, REFERENCE))
+
+    @property
+    def reference_passes(self) -> int:
+        return int(self.reference == ADAPTERS_OFF)
 
     def describe(self) -> str:
         text = f"{super().describe()}, loss {self.loss_}"

@@ -30,6 +30,8 @@ class Objective:
         it.
       metrics: names of the other sums that `loss` returns. Their means are logged as `train/NAME`
         and `eval/NAME`.
+      token_losses: whether the loss reads the log-probabilities of single tokens, whose gradients
+        need the logits twice if the output embedding is trained.
       learning_rates: default of optimizer.learning_rate for a checkpoint that is fine-tuned,
         without and with adapters.
     """
@@ -41,6 +43,7 @@ class Objective:
     unit: ClassVar[str] = "token"
     likelihood: ClassVar[bool] = False
     metrics: ClassVar[tuple[str, ...]] = ()
+    token_losses: ClassVar[bool] = False
     learning_rates: ClassVar[tuple[float, float]] = 2e-5, 2e-4
 
     @classmethod
@@ -58,6 +61,11 @@ class Objective:
           ValueError: a key of the objective does not work with the adapters.
         """
         return self
+
+    @property
+    def reference_passes(self) -> int:
+        """Number of additional forward passes over each batch, without gradients."""
+        return 0
 
     def describe(self) -> str:
         """Formats the objective for the first lines of a run."""

@@ -50,6 +50,7 @@ class Preferences(Objective):
         "logps/chosen",
         "logps/rejected",
     )
+    token_losses = True
     learning_rates = 1e-6, 1e-5
 
     beta: float = 0.1

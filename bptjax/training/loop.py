@@ -268,7 +268,8 @@ class TrainLoop:
         config = self.run.config
         metrics |= {"train/tokens_seen": self.tokens_seen} | self.spikes.metrics()
         metrics |= self._throughput.metrics(self.run.spec.steps - done)
-        flops = model_flops(self.run.spec.model, self._matmul_parameters, tokens, attended)
+        passes = self.run.spec.objective.reference_passes
+        flops = model_flops(self.run.spec.model, self._matmul_parameters, tokens, attended, passes)
         metrics |= hardware_metrics(self.run.spec.mesh, flops, metrics.get("throughput/step_time"))
         if done % config.logging.steps == 0 or done == self.run.spec.steps:
             self.logs.metrics.write(done, metrics)

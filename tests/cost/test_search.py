@@ -16,6 +16,7 @@ from bptjax.models.config import ModelConfig
 from bptjax.models.execution import UNCHUNKED, ExecutionConfig, MemoryConfig
 from bptjax.models.groups.full_attention import FullAttentionConfig, SharedKvConfig
 from bptjax.models.groups.linear_attention import LinearAttentionConfig
+from bptjax.objectives import ObjectiveConfig
 from bptjax.parallel.mesh import ParallelConfig, make_mesh
 from bptjax.training.guards import advice
 from bptjax.training.spec import TrainSpec
@@ -195,6 +196,17 @@ def test_adapters_have_no_gradients_of_frozen_weights():
     execution = spec.execution
     assert adapters(execution).seconds < full(execution).seconds
     assert adapters(execution).saved == full(execution).saved
+
+
+def test_a_reference_takes_a_forward_pass_more():
+    spec = make_spec()
+    spec = replace(spec, config=replace(spec.config, adapter=AdapterConfig(type="lora")))
+    pairs = replace(spec, config=replace(spec.config, objective=ObjectiveConfig("dpo")))
+    one, both = (Estimator(x)(spec.execution) for x in (spec, pairs))
+    assert 1.2 * one.flops < both.flops < 1.4 * one.flops and both.seconds > 1.15 * one.seconds
+    assert both.saved == one.saved and one.workspace <= both.workspace < 1.05 * one.workspace
+    odds = replace(spec, config=replace(spec.config, objective=ObjectiveConfig("orpo")))
+    assert Estimator(odds)(spec.execution).flops == one.flops
 
 
 LINEAR = LinearAttentionConfig(key_heads=2, value_heads=8, key_size=4, value_size=4)

@@ -13,7 +13,9 @@ import pytest
 from bptjax.cli.train import main
 from bptjax.models.config import ModelConfig
 from bptjax.objectives.dpo import DPO, LOSSES
+from bptjax.objectives.orpo import ORPO
 from bptjax.objectives.preferences import Pairs
+from bptjax.objectives.simpo import SimPO
 from bptjax.ops.labels import IGNORED
 from bptjax.parallel.mesh import ParallelConfig, make_mesh
 from bptjax.run.metrics import read_metrics
@@ -43,6 +45,13 @@ FORMULAS = {
     "ipo": lambda c, r, nc, nr, e: (c / nc - r / nr - 1 / (2 * BETA)) ** 2,
     "sigmoid_norm": lambda c, r, nc, nr, e: -np.log(sigma(BETA * (c / nc - r / nr))),
     "apo_zero": lambda c, r, nc, nr, e: 1 - sigma(BETA * c) + sigma(BETA * r),
+}
+# The same of means of log-probabilities.
+WITHOUT_REFERENCE = {
+    ORPO(): lambda c, r: (
+        -c - BETA * np.log(sigma((c - r) - (np.log1p(-np.exp(c)) - np.log1p(-np.exp(r)))))
+    ),
+    SimPO(): lambda c, r: -np.log(sigma(2 * (c - r) - 0.5)),
 }
 AT_THE_REFERENCE = dict(
     sigmoid=math.log(2),
@@ -81,6 +90,29 @@ def test_losses_and_their_gradients(name):
     np.testing.assert_allclose(found, np.stack(wanted, -1), rtol=1e-4, atol=1e-6)
     at_zero = LOSSES[name].of(pairs_of(np.zeros((1, 2)), tokens[:1]), BETA, smoothing)
     np.testing.assert_allclose(at_zero, [[AT_THE_REFERENCE[name]]], rtol=1e-6)
+
+
+@pytest.mark.parametrize("objective, formula", WITHOUT_REFERENCE.items(), ids=["orpo", "simpo"])
+def test_losses_without_a_reference(objective, formula):
+    """They read means per token, not sums."""
+    rng = np.random.default_rng(2)
+    means, tokens = -rng.exponential(1, (6, 2)), rng.integers(2, 9, (6, 2))
+    means[0] = -1e-3, -12.0
+
+    def ours(means):
+        means = means[None]
+        scaled = means * tokens[None].astype(np.float32)
+        return objective.pair_loss(Pairs(scaled, means, scaled, means))[0]
+
+    np.testing.assert_allclose(ours(jnp.asarray(means, jnp.float32)), formula(*means.T), rtol=1e-4)
+    step = 1e-6 * np.eye(2)
+    wanted = [(formula(*(means + d).T) - formula(*(means - d).T)) / 2e-6 for d in step]
+    found = jax.grad(lambda x: ours(x).sum())(jnp.asarray(means, jnp.float32))
+    np.testing.assert_allclose(found, np.stack(wanted, -1), rtol=1e-3, atol=1e-6)
+    # Sequences have fewer pairs than their arrays have room for.
+    nothing = jnp.zeros((1, 3, 2))
+    gradient = jax.grad(lambda x: objective.pair_loss(Pairs(x, x, x, x)).sum())(nothing)
+    assert jnp.isfinite(gradient).all()
 
 
 def test_smoothing_exchanges_answers():
