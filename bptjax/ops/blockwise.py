@@ -79,11 +79,14 @@ def blockwise_transformer(
         "positions": _per_sequence(resolved.positions, B),
         "segments": _per_sequence(resolved.segments, B),
         "global_tokens": _per_sequence(resolved.global_tokens, B),
+        "depths": _per_sequence(resolved.depths, B),
     }
     of_keys = {
         "k_positions": jnp.asarray(resolved.k_positions),
         "k_segments": resolved.k_segments,
         "k_global_tokens": resolved.k_global_tokens,
+        "k_depths": resolved.k_depths,
+        "ends": resolved.ends,
         "block_mask": resolved.block_mask,
     }
 

@@ -1,9 +1,9 @@
 """Attention masks: evaluated a tile at a time, and aware of which tiles are empty."""
 
 from dataclasses import dataclass, field, replace
-from functools import reduce
+from functools import partial, reduce
 from operator import and_
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,26 @@ import numpy as np
 from jax import Array
 
 # Fields of a mask with one entry per key.
-KEY_FIELDS = ("k_segments", "k_positions", "k_global_tokens")
+KEY_FIELDS = ("k_segments", "k_positions", "k_global_tokens", "k_depths", "ends")
+
+
+class MaskFields(NamedTuple):
+    """The fields of a mask for some queries, or for some keys; None where the mask has none.
+
+    Attributes:
+      depths: distances for window and ALiBi.
+      ends: of keys only.
+    """
+
+    positions: Any
+    segments: Any
+    global_tokens: Any
+    depths: Any
+    ends: Any = None
+
+
+# How `MaskFields` of a block are padded.
+PADDING = MaskFields("edge", "constant", "constant", "edge", "constant")
 
 
 @jax.tree_util.register_dataclass
@@ -41,6 +60,13 @@ class Mask:
         the document if `block_mask` counts from its start. `0..T-1` if left out.
       k_positions: int32 `[S]` or `[B, S]`, positions of the keys; by default the queries'
         positions.
+      ends: int32 `[B, S]`, one per key, in causal masks: p < end. For trees of tokens laid out
+        depth-first, such as a prompt and its answers: `end` is the position after the last token
+        that continues the key, and positions count tokens of the sequence. A document is a tree
+        without branches. Padding has end 0 and follows the trees. Replaces `segments`.
+      depths: int32 `[T]` or `[B, T]`, positions that window and ALiBi count by instead: in a tree,
+        the number of tokens before the token on its branch. By default `positions`.
+      k_depths: int32 `[S]` or `[B, S]`, depths of the keys; by default the queries' depths.
       global_tokens: bool `[T]` or `[B, T]`, queries that ignore window and block mask: they attend
         to every key that the other conditions allow. Beltagy et al. 2020, arXiv 2004.05150.
       k_global_tokens: bool `[S]` or `[B, S]`, keys that every query may attend to in the same way;
@@ -59,6 +85,9 @@ class Mask:
     k_segments: Array | np.ndarray | None = None
     positions: Array | np.ndarray | None = None
     k_positions: Array | np.ndarray | None = None
+    ends: Array | np.ndarray | None = None
+    depths: Array | np.ndarray | None = None
+    k_depths: Array | np.ndarray | None = None
     global_tokens: Array | np.ndarray | None = None
     k_global_tokens: Array | np.ndarray | None = None
     block_mask: Array | np.ndarray | None = None
@@ -72,11 +101,13 @@ class Mask:
         """
         for group, shape, ranks, kind in (
             ("segments", "[batch, tokens]", (2,), jnp.integer),
+            ("ends", "[batch, tokens]", (2,), jnp.integer),
             ("positions", "[tokens] or [batch, tokens]", (1, 2), jnp.integer),
+            ("depths", "[tokens] or [batch, tokens]", (1, 2), jnp.integer),
             ("global_tokens", "[tokens] or [batch, tokens]", (1, 2), jnp.bool_),
         ):
             for name in (group, f"k_{group}"):
-                x = getattr(self, name)
+                x = getattr(self, name, None)
                 if x is None:
                     continue
                 if x.ndim not in ranks or (x.ndim == 2 and x.shape[0] not in (1, B)):
@@ -89,8 +120,9 @@ class Mask:
         """Returns the mask with all defaults filled in; default positions are static NumPy arrays.
 
         Raises:
-          ValueError: T ≠ S with positions, segments or global tokens given for one side only, or a
-            wrong length; static positions beyond the block mask.
+          ValueError: T ≠ S with positions, segments, depths or global tokens given for one side
+            only, or a wrong length; static positions beyond the block mask; `ends` in a mask that
+            is not causal, or has segments, global tokens or a block mask.
         """
         ordered = self.causal or self.window is not None or self.block_mask is not None
         if self.window is not None and self.window < 1:
@@ -100,8 +132,15 @@ class Mask:
                 f"T={T} queries and S={S} keys: with causal, window or block_mask, Mask.positions "
                 "and k_positions must be set"
             )
+        if self.ends is not None:
+            others = self.segments, self.global_tokens, self.block_mask
+            if not self.causal or any(x is not None for x in others):
+                raise ValueError(
+                    "Mask.ends: must be left out unless the mask is causal, without segments, "
+                    "global tokens and block mask"
+                )
         given = {}
-        for name in ("segments", "global_tokens"):
+        for name in ("segments", "global_tokens", "depths"):
             own, of_keys = getattr(self, name), getattr(self, f"k_{name}")
             if T != S and (own is None) != (of_keys is None):
                 raise ValueError(
@@ -115,8 +154,9 @@ class Mask:
         if k_positions is None:
             k_positions = positions if T == S else np.arange(S, dtype=np.int32)
         full = replace(self, positions=positions, k_positions=k_positions, **given)
-        for name in (*given, "segments", "global_tokens", "positions", "k_positions"):
-            value, length = getattr(full, name), S if name.startswith("k_") else T
+        of_queries = "segments", "global_tokens", "depths", "positions"
+        for name in (*of_queries, *KEY_FIELDS):
+            value, length = getattr(full, name), S if name in KEY_FIELDS else T
             if value is not None and value.shape[-1] != length:
                 raise ValueError(
                     f"Mask.{name}: must have {length} entries, one per token, not {value.shape[-1]}"
@@ -151,23 +191,32 @@ class Mask:
                     f"block_mask {self.block_mask.shape} with block_size={self.block_size}"
                 )
 
-    def allowed(
-        self,
-        p: Array,
-        s: Array,
-        p_seg: Array | None,
-        s_seg: Array | None,
-        p_global: Array | None = None,
-        s_global: Array | None = None,
-    ) -> Array | None:
-        """Returns bool `[B or 1, t, s]` from positions `[B or 1, t]`, `[B or 1, s]`, segments and
-        global tokens; None if every pair is allowed."""
+    @property
+    def of_queries(self) -> MaskFields:
+        """The fields of the queries of a resolved mask, `[B or 1, T]`."""
+        return _two_axes(self.positions, self.segments, self.global_tokens, self.depths)
+
+    @property
+    def of_keys(self) -> MaskFields:
+        """The fields of the keys of a resolved mask, `[B or 1, S]`."""
+        return _two_axes(
+            self.k_positions, self.k_segments, self.k_global_tokens, self.k_depths, self.ends
+        )
+
+    def allowed(self, of_queries: MaskFields, of_keys: MaskFields) -> Array | None:
+        """Returns bool `[B or 1, t, s]` from fields `[B or 1, t]` and `[B or 1, s]`; None if every
+        pair is allowed."""
+        p, p_seg, p_global, p_depth, _ = of_queries
+        s, s_seg, s_global, s_depth, end = of_keys
         p, s = p[:, :, None], s[:, None, :]
         local = []
         if self.window is not None:
-            local.append(p - s < self.window)
+            here, there = p, s
+            if p_depth is not None and s_depth is not None:
+                here, there = p_depth[:, :, None], s_depth[:, None, :]
+            local.append(here - there < self.window)
             if not self.causal:
-                local.append(s - p < self.window)
+                local.append(there - here < self.window)
         if self.block_mask is not None and self.block_size is not None:
             # Negative indices would count from the end.
             row, column = (
@@ -180,6 +229,8 @@ class Mask:
             far = p_global.astype(bool)[:, :, None] | s_global.astype(bool)[:, None, :]
             local = [reduce(and_, local) | far]
         conditions = [s <= p] if self.causal else []
+        if end is not None:
+            conditions.append(p < end[:, None, :])
         conditions += local
         if p_seg is not None and s_seg is not None:
             p_seg, s_seg = p_seg[:, :, None], s_seg[:, None, :]
@@ -215,23 +266,17 @@ class Tiles:
         self.mask = mask = mask.resolve(T, S)
         self.T, self.S, self.q_chunk, self.k_chunk = T, S, q_chunk, k_chunk
         self.nq, self.nk = -(-T // q_chunk), -(-S // k_chunk)
-        self.q_positions = blocks(mask.positions, q_chunk, "edge")
-        self.k_positions = blocks(mask.k_positions, k_chunk, "edge")
-        self.q_segments = blocks(mask.segments, q_chunk, "constant")
-        self.k_segments = blocks(mask.k_segments, k_chunk, "constant")
-        self.q_global = blocks(mask.global_tokens, q_chunk, "constant")
-        self.k_global = blocks(mask.k_global_tokens, k_chunk, "constant")
+        self.queries, self.keys = (
+            MaskFields(*map(partial(blocks, chunk=chunk), fields, PADDING))
+            for fields, chunk in ((mask.of_queries, q_chunk), (mask.of_keys, k_chunk))
+        )
 
     def allowed(self, i, j) -> Array | None:
         """Returns bool `[B or 1, q_chunk, k_chunk]`, False on padded keys; None if every pair is
         allowed."""
         allowed = self.mask.allowed(
-            _at(self.q_positions, i),
-            _at(self.k_positions, j),
-            _at(self.q_segments, i),
-            _at(self.k_segments, j),
-            _at(self.q_global, i),
-            _at(self.k_global, j),
+            MaskFields(*(_at(x, i) for x in self.queries)),
+            MaskFields(*(_at(x, j) for x in self.keys)),
         )
         if self.S % self.k_chunk:
             inside = j * self.k_chunk + jnp.arange(self.k_chunk) < self.S
@@ -242,7 +287,13 @@ class Tiles:
     def positions(self, i, j) -> tuple[Array, Array]:
         """Returns the absolute positions of tile (i, j): queries int32 `[B or 1, q_chunk]`, keys
         `[B or 1, k_chunk]`."""
-        return _at(self.q_positions, i), _at(self.k_positions, j)
+        return _at(self.queries.positions, i), _at(self.keys.positions, j)
+
+    def depths(self, i, j) -> tuple[Array, Array]:
+        """Returns the depths of tile (i, j) as `positions` does."""
+        if self.queries.depths is None:
+            return self.positions(i, j)
+        return _at(self.queries.depths, i), _at(self.keys.depths, j)
 
     def nonempty(self) -> tuple[np.ndarray | Array, int | Array]:
         """Returns the tiles with an allowed pair: `(pairs, count)`, int32 pairs `[n, 2]` of (i, j)
@@ -251,27 +302,37 @@ class Tiles:
         Decides by the ranges of a tile's positions and segments, and by its global tokens. A
         returned tile may still be empty; a dropped tile never holds an allowed pair.
         """
-        mask = self.mask
-        q_low, q_high = (x[:, None] for x in _range(self.q_positions))
-        k_low, k_high = (x[None] for x in _range(self.k_positions))
+        mask, (queries, keys) = self.mask, (self.queries, self.keys)
+        (q_low, q_high), (k_low, k_high) = _tile_ranges(queries.positions, keys.positions)
         local = []
         if mask.window is not None:
-            local.append(q_low - k_high < mask.window)
+            (first, last), (k_first, k_last) = (q_low, q_high), (k_low, k_high)
+            if queries.depths is not None:
+                (first, last), (k_first, k_last) = _tile_ranges(queries.depths, keys.depths)
+            local.append(first - k_last < mask.window)
             if not mask.causal:
-                local.append(k_low - q_high < mask.window)
+                local.append(k_first - last < mask.window)
         if mask.block_mask is not None:
             count, _ = mask.count_blocks((q_low, q_high), (k_low, k_high))
             local.append(count > 0)
-        if local and self.q_global is not None:
-            far = self.q_global.any((1, 2))[:, None] | self.k_global.any((1, 2))[None]
+        if local and queries.global_tokens is not None:
+            p_global, s_global = (
+                x.any((1, 2)) for x in (queries.global_tokens, keys.global_tokens)
+            )
+            far = (p_global[:, None] | s_global[None])[..., None]
             local = [reduce(and_, local) | far]
-        conditions = [np.ones((self.nq, self.nk), bool), *local]
+        # Over sequences: a tile is empty if it is empty in all of them.
+        conditions = [np.ones((self.nq, self.nk), bool)]
+        if local:
+            conditions.append(reduce(and_, local).any(-1))
         if mask.causal:
-            conditions.append(k_low <= q_high)
-        if self.q_segments is not None:
+            conditions.append((k_low <= q_high).any(-1))
+        if keys.ends is not None:
+            conditions.append((q_low < keys.ends.max(-1)[None]).any(-1))
+        if queries.segments is not None:
             # The ranges of segments, ignoring padding, overlap in some sequence.
-            q_low, q_high = _segments(self.q_segments)
-            k_low, k_high = _segments(self.k_segments)
+            q_low, q_high = _segments(queries.segments)
+            k_low, k_high = _segments(keys.segments)
             overlap = (k_low[None] <= q_high[:, None]) & (q_low[:, None] <= k_high[None])
             conditions.append(overlap.any(-1))
 
@@ -286,7 +347,11 @@ class Tiles:
         return jnp.asarray(pairs)[jnp.argsort(~flags, stable=True)], flags.sum()
 
 
-def blocks(x: Any, chunk: int, mode: str) -> Any:
+def _two_axes(*fields: Any) -> MaskFields:
+    return MaskFields(*(x if x is None or x.ndim == 2 else x[None] for x in fields))
+
+
+def blocks(x: Any, mode: str, chunk: int) -> Any:
     """Reshapes `[T]` or `[B, T]` to `[n, B or 1, chunk]`; NumPy stays NumPy."""
     if x is None:
         return None
@@ -302,9 +367,13 @@ def _at(blocks, i) -> Any:
     return jax.lax.dynamic_index_in_dim(jnp.asarray(blocks), i, 0, keepdims=False)
 
 
-def _range(blocks):
-    """Returns the minimum and maximum of each block, over batch and tokens, each `[n]`."""
-    return blocks.min((1, 2)), blocks.max((1, 2))
+def _tile_ranges(queries: Any, keys: Any) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
+    """Returns the minimum and maximum of each block of queries, `[nq, 1, B or 1]`, and of keys,
+    `[1, nk, B or 1]`."""
+    return (
+        (queries.min(-1)[:, None], queries.max(-1)[:, None]),
+        (keys.min(-1)[None], keys.max(-1)[None]),
+    )
 
 
 def _segments(blocks):

@@ -28,9 +28,12 @@ TOKEN_FIELDS = (
     "segments",
     "positions",
     "global_tokens",
+    "depths",
     "k_segments",
     "k_positions",
     "k_global_tokens",
+    "k_depths",
+    "ends",
 )
 
 

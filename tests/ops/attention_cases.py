@@ -19,6 +19,16 @@ KEY = jax.random.key(7)
 
 DOCUMENTS = np.array([[1] * 5 + [2] * 4 + [3] * 4, [1] * 3 + [2] * 6 + [0] * 4], np.int32)
 
+# A prompt with two answers, then a document; a tree of three leaves, then padding.
+ENDS = np.array(
+    [[9] * 4 + [6] * 2 + [9] * 3 + [13] * 4, [10] + [6] * 2 + [5] * 2 + [6] + [10] * 4 + [0] * 3],
+    np.int32,
+)
+
+DEPTHS = np.array(
+    [[*range(4), 4, 5, 4, 5, 6, *range(4)], [*range(5), 3, *range(1, 5), 0, 0, 0]], np.int32
+)
+
 ZIGZAG = np.array([3, 4, 5, 15, 16, 17], np.int32)
 
 # Global tokens of 13, and which blocks of 3 see which.
@@ -158,6 +168,28 @@ CASES = {
         q_chunk=2,
         k_chunk=4,
         options=DROPOUT,
+    ),
+    "tree": Case(Mask(causal=True, ends=ENDS)),
+    "tree, everything": Case(
+        Mask(causal=True, window=4, ends=ENDS, depths=DEPTHS),
+        options=dict(alibi=alibi_slopes(4), softcap=2.0, scale=0.5) | DROPOUT,
+    ),
+    "tree, zigzag": Case(
+        **sees(
+            [0, 1, 2, 9, 10, 11],
+            [3, 4, 5, 6, 7, 8],
+            T=6,
+            S=6,
+            causal=True,
+            window=5,
+            ends=ENDS[:, 3:9],
+            depths=DEPTHS[:, [0, 1, 2, 9, 10, 11]],
+            k_depths=DEPTHS[:, 3:9],
+        ),
+        sinks=SINKS,
+        q_chunk=4,
+        k_chunk=2,
+        options=dict(alibi=alibi_slopes(4)),
     ),
     "sinks": Case(sinks=SINKS),
     "sinks, documents": Case(Mask(causal=True, segments=DOCUMENTS), K=1, sinks=SINKS),

@@ -37,7 +37,7 @@ from ops.comparing import TOLERANCE, close, error, normal, quick
 
 # `loop` and `products` share the arithmetic of `scan`, and `reference` is the oracle but for its
 # backward pass: in what is named here a few cases do. A kernel proves every case in every dtype.
-FEW = "gqa", "segments", "everything", "zigzag, keys of others", "sinks, everything"
+FEW = "gqa", "segments", "everything", "tree", "zigzag, keys of others", "sinks, everything"
 SPARED = {("scan", "float16"), ("loop", "bfloat16"), ("loop", "float16")}
 SPARED |= {(impl, dtype) for impl in ("products", "reference") for dtype in TOLERANCE}
 GRID = [
@@ -84,6 +84,7 @@ def test_oracle_by_hand(name):
     else:
         k_positions = np.broadcast_to(m.k_positions, (B, S))
     k_segments = m.segments if m.k_segments is None else m.k_segments
+    k_depths = m.depths if m.k_depths is None else m.k_depths
     slopes, cap = case.options.get("alibi"), case.options.get("softcap")
     k_globals = m.global_tokens if m.k_global_tokens is None else m.k_global_tokens
     global_tokens, k_global_tokens = (
@@ -99,6 +100,10 @@ def test_oracle_by_hand(name):
             far = int(positions[b, t]) - int(k_positions[b, s])
             if m.causal and far < 0:
                 continue
+            if m.ends is not None and positions[b, t] >= m.ends[b, s]:
+                continue
+            if m.depths is not None:
+                far = int(m.depths[b, t]) - int(k_depths[b, s])
             near = m.window is None or (far if m.causal else abs(far)) < m.window
             if m.block_mask is not None:
                 at = positions[b, t] // m.block_size, k_positions[b, s] // m.block_size

@@ -13,6 +13,13 @@ BOTH = dict(positions=np.arange(4), k_positions=np.arange(6))
 PACKED = np.repeat([[1, 2, 3, 4]], 16, 1).astype(np.int32)
 # Every fourth diagonal of the blocks.
 BLOCKS = (np.arange(16)[:, None] - np.arange(16)) % 4 == 0
+# Prompts of 20 and 30 tokens, each with two answers, and padding.
+TREE = np.stack(
+    [
+        np.repeat([48, 30, 48, 0], [20, 10, 18, 16]),
+        np.repeat([60, 44, 60, 0], [30, 14, 16, 4]),
+    ]
+).astype(np.int32)
 POSITIONS = np.random.default_rng(0).permutation(T).astype(np.int32)
 
 
@@ -41,6 +48,7 @@ def nonempty(mask, q_chunk=4, k_chunk=4, S=T):
         (Mask(causal=True, segments=PACKED), 40),
         (Mask(causal=True, window=1, segments=PACKED), 16),
         (Mask(segments=np.zeros((1, T), np.int32)), 0),
+        (Mask(causal=True, ends=TREE[:1]), 78 - 2 * 4),
         (Mask(causal=True, positions=np.arange(T) + T, k_positions=np.arange(T)), 256),
         (Mask(causal=True, positions=np.arange(T), k_positions=np.arange(T) + T), 0),
     ],
@@ -81,6 +89,8 @@ def test_nonempty_is_static_for_static_masks():
         Mask(causal=True, positions=np.stack([POSITIONS, POSITIONS[::-1]])),
         Mask(causal=True, window=4, global_tokens=POSITIONS < 2, positions=POSITIONS),
         Mask(window=9, global_tokens=PACKED == 3, block_mask=BLOCKS[:11, :13], block_size=6),
+        Mask(causal=True, window=7, ends=TREE, depths=np.stack([POSITIONS, POSITIONS[::-1]])),
+        Mask(causal=True, ends=TREE[:, POSITIONS], positions=POSITIONS),
     ],
 )
 def test_tiles_are_the_mask(mask, chunks):
@@ -88,10 +98,7 @@ def test_tiles_are_the_mask(mask, chunks):
     in order, each once."""
     tiles = Tiles(mask, T, T, *chunks)
     full = jax.tree.map(jnp.asarray, mask.resolve(T, T))
-    p, s = jnp.atleast_2d(full.positions), jnp.atleast_2d(full.k_positions)
-    rest = full.segments, full.k_segments, full.global_tokens, full.k_global_tokens
-    rest = (None if x is None else jnp.atleast_2d(x) for x in rest)
-    whole = np.asarray(full.allowed(p, s, *rest))
+    whole = np.asarray(full.allowed(full.of_queries, full.of_keys))
     visited = nonempty(mask, *chunks)
     assert visited == sorted(set(visited))
     for i in range(tiles.nq):
@@ -130,6 +137,8 @@ def test_full_tiles():
             Mask(block_mask=BLOCKS[:2, :2], block_size=2, **BOTH),
             r"k_positions=5: must be less than 4, the end of block_mask \(2, 2\) with block_size=2",
         ),
+        (Mask(ends=np.ones((1, 6), np.int32)), "Mask.ends: must be left out unless"),
+        (Mask(causal=True, ends=np.ones((1, 4), np.int32), **BOTH), "Mask.ends: must have 6"),
         (Mask(positions=np.arange(5)), "Mask.positions: must have 4 entries, one per token, not 5"),
         (
             Mask(k_positions=np.arange(5)),
@@ -152,8 +161,8 @@ def test_key_fields_without_query_fields_are_refused():
 def test_beyond_the_block_mask():
     """Traced positions cannot be refused: they attend to nothing, and nothing attends to them."""
     mask = Mask(block_mask=np.ones((2, 3), bool), block_size=4, positions=jnp.arange(16))
-    p = jnp.arange(16)[None]
-    assert (mask.allowed(p, p, None, None)[0] == (p.T < 8) & (p < 12)).all()
+    p, full = jnp.arange(16)[None], mask.resolve(16, 16)
+    assert (full.allowed(full.of_queries, full.of_keys)[0] == (p.T < 8) & (p < 12)).all()
     tiles = Tiles(mask, 16, 16, 4, 4)
     assert tiles.nonempty()[1] == 2 * 3
 

@@ -41,6 +41,8 @@ INTERPRETED = (
     "block mask both ways",
     "zigzag, sparse",
     "cross, segments",
+    "tree, everything",
+    "tree, zigzag",
     "shard sees nothing",
     "sinks, documents",
     "sinks, window",
@@ -119,15 +121,14 @@ def test_visits_hold_every_allowed_pair_and_full_tiles_no_other(name, by_key_blo
     case = CASES[name]
     T, S = case.T, case.S or case.T
     mask = case.mask.resolve(T, S)
-    p, s = (np.atleast_2d(np.asarray(x)) for x in (mask.positions, mask.k_positions))
-    fields = mask.segments, mask.k_segments, mask.global_tokens, mask.k_global_tokens
-    fields = (None if x is None else jnp.atleast_2d(jnp.asarray(x)) for x in fields)
-    seen = mask.allowed(jnp.asarray(p), jnp.asarray(s), *fields)
+    fields = jax.tree.map(jnp.asarray, (mask.of_queries, mask.of_keys))
+    seen = mask.allowed(*fields)
     seen = np.ones((1, T, S), bool) if seen is None else np.asarray(seen)
     bq, bk = 2, 4
     own, other = (bk, bq) if by_key_block else (bq, bk)
     n = -(-(T if by_key_block else S) // other)
-    if mask.block_mask is not None or mask.global_tokens is not None:
+    listed = mask.block_mask, mask.global_tokens, mask.ends
+    if any(x is not None for x in listed):
         ranges, lists = map(
             np.asarray, visits.block_lists(mask, T, S, bq, bk, by_key_block=by_key_block)
         )

@@ -186,14 +186,13 @@ def make_spec(
     check_softcap(softcap)
     (B, T, N, H), S = x.q.shape, x.k.shape[1]
     mask.check(B, T, S)
-    # Segments `[1, T]` apply to every sequence; kernels read `[B, T]`.
-    given = [("segments", mask.segments), ("k_segments", mask.k_segments)]
-    segments: dict[str, Any] = {
+    # Segments `[1, T]` and ends apply to every sequence; kernels read `[B, T]`.
+    of_sequence: dict[str, Any] = {
         name: jnp.broadcast_to(y, (B, y.shape[1]))
-        for name, y in given
-        if y is not None and y.shape[0] != B
+        for name in ("segments", "k_segments", "ends")
+        if (y := getattr(mask, name)) is not None and y.shape[0] != B
     }
-    mask = replace(mask, **segments)
+    mask = replace(mask, **of_sequence)
     if dropout and dropout_key is None:
         raise ValueError(f"dropout={dropout}: requires dropout_key")
     if scale is not None and not math.isfinite(scale):
@@ -202,6 +201,11 @@ def make_spec(
         if landmark_block < 2:
             raise ValueError(
                 f"landmark_block={landmark_block}: must be at least 2, a token and its landmark"
+            )
+        if mask.ends is not None:
+            raise ValueError(
+                f"landmark_block={landmark_block}: must be left out with Mask.ends, because blocks "
+                "of a tree are not blocks of its branches"
             )
         k_chunk = max(1, round(k_chunk / landmark_block)) * landmark_block
     if alibi is not None and alibi.shape != (N,):

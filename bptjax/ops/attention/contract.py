@@ -49,8 +49,8 @@ class AttentionSpec:
       softcap: logits become softcap · tanh(logits / softcap).
       dropout: probability of dropping a weight; the others are scaled by 1 / (1 - dropout).
       q_chunk, k_chunk: tokens per block, for kernels that do not choose block sizes.
-      alibi: float32 `[N]` slopes; -alibi · |p - s| is added, where p and s are the mask's
-        positions. Has no gradient.
+      alibi: float32 `[N]` slopes; -alibi · |p - s| is added, where p and s are the mask's depths,
+        or without depths its positions. Has no gradient.
       landmark_block: tokens per block whose last token is a landmark; see `landmark_attention`.
         k_chunk is a multiple of it. None for plain attention.
       dropout_key: uint32 `[2]` key data.

@@ -29,6 +29,8 @@ def unsupported(x: QKV, spec: AttentionSpec, largest: int) -> str | None:
         return "has no dropout that drops the same weights as the other kernels"
     if mask.global_tokens is not None or mask.block_mask is not None:
         return "has no global tokens and no block masks"
+    if mask.ends is not None:
+        return "has no trees"
     if mask.window and T != S:
         return "has windows where T = S only"
     if (mask.causal or mask.window) and not counts_from_zero(mask.positions, mask.k_positions):

@@ -59,15 +59,14 @@ def _logits(q: Array, k: Array, spec: AttentionSpec) -> tuple[Array, Array | flo
     """Returns float32 logits `[B, N, T, S]`, -inf where masked, and dropout factors."""
     (B, T, N, _), S = q.shape, k.shape[1]
     mask = jax.tree.map(jnp.asarray, spec.mask.resolve(T, S))
-    p, s = jnp.atleast_2d(mask.positions), jnp.atleast_2d(mask.k_positions)
+    of_queries, of_keys = mask.of_queries, mask.of_keys
+    p, s = of_queries.positions, of_keys.positions
     raw = jnp.einsum("btnh,bsnh->bnts", q.astype(jnp.float32), _repeated(k, q), precision="highest")
     logits, _ = soft_cap(raw * spec.scale, spec.softcap)
     if spec.alibi is not None:
-        logits += alibi_bias(spec.alibi, p, s)
-    p_global, s_global = mask.global_tokens, mask.k_global_tokens
-    if p_global is not None:
-        p_global, s_global = jnp.atleast_2d(p_global), jnp.atleast_2d(s_global)
-    allowed = mask.allowed(p, s, mask.segments, mask.k_segments, p_global, s_global)
+        far = (p, s) if of_queries.depths is None else (of_queries.depths, of_keys.depths)
+        logits += alibi_bias(spec.alibi, *far)
+    allowed = mask.allowed(of_queries, of_keys)
     if allowed is not None:
         logits = jnp.where(allowed[:, None], logits, -jnp.inf)
     return logits, dropout_factors(spec, B, N, p, s) if spec.dropout else 1.0

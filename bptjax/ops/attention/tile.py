@@ -85,7 +85,7 @@ class Tile:
         logits = jnp.einsum("bkgth,bksh->bkgts", q, k, preferred_element_type=jnp.float32)
         logits, derivative = soft_cap(logits * spec.scale, spec.softcap)
         if spec.alibi is not None:
-            logits += self._grouped(alibi_bias(spec.alibi, *self.tiles.positions(i, j)))
+            logits += self._grouped(alibi_bias(spec.alibi, *self.tiles.depths(i, j)))
         allowed = self.tiles.allowed(i, j)
         if allowed is not None:
             logits = jnp.where(allowed[:, None, None], logits, -jnp.inf)

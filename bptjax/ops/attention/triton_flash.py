@@ -1,8 +1,8 @@
 """Attention by Triton kernels through jax-triton: every feature, on NVIDIA GPUs.
 
 O(T) memory. A program visits the key blocks that its query block may attend to (`visits`), and
-applies the mask only to partial blocks. With block masks and global tokens, the non-empty tiles do
-not form a range, so the kernels read lists of tiles.
+applies the mask only to partial blocks. With block masks, global tokens and trees, the non-empty
+tiles do not form a range, so the kernels read lists of tiles.
 """
 
 import math
@@ -21,6 +21,7 @@ from bptjax.ops.attention.contract import QKV, AttentionSpec, AttentionState
 from bptjax.ops.attention.scores import dropout_keys
 from bptjax.ops.attention.visits import block_lists, block_ranges
 from bptjax.ops.dropout import PAIR
+from bptjax.ops.mask import Mask
 from bptjax.ops.target import SMALL_MEMORY, capability, like, platform
 from bptjax.ops.triton_call import compiler_shards_arrays, triton_call, unusable
 
@@ -106,6 +107,8 @@ class Constants:
       fast_tanh: compute the soft cap with the GPU's tanh, to 11 bits.
       paired: a tile has both keys of each pair whose random bits come from one block.
       dropout_threshold: a weight is kept if its 32 random bits are at least this number.
+      ends: `segments` hold the positions of the queries and the ends of the keys.
+      depths: `global_tokens` hold depths.
     """
 
     T: int
@@ -134,6 +137,8 @@ class Constants:
     causal: bool
     window: int | None
     segments: bool
+    ends: bool
+    depths: bool
     global_tokens: bool
     block_size: int | None
     block_rows: int
@@ -179,13 +184,18 @@ def _tiles(name: str, x: QKV, spec: AttentionSpec) -> tuple[int, int, int, int, 
         bq, bk, warps, stages = min(bq, most), min(bk, most), 4, 1
     mask, shared = spec.mask, x.q.shape[2] // x.k.shape[2]
     one_head = spec.alibi is not None or spec.dropout
-    listed = mask.global_tokens is not None or mask.block_mask is not None
+    listed = _is_listed(mask)
     rows = x.q.shape[1] * shared
     if name != "forward" or one_head or listed or shared > bq:
         return bq, bk, warps, stages, 1
     if rows <= bq:
         return max(16, 1 << (rows - 1).bit_length()), bk, 4, stages, shared
     return bq, bk, warps, stages, shared if is_narrow(x, spec) else 1
+
+
+def _is_listed(mask: Mask) -> bool:
+    """Returns whether the non-empty tiles of a block may not form a range."""
+    return any(x is not None for x in (mask.global_tokens, mask.block_mask, mask.ends))
 
 
 def _padded(head_size: int) -> int:
@@ -268,7 +278,7 @@ def _launch(
         bq, bk = (min(b, max(16, 1 << mask.block_size.bit_length() - 1)) for b in (bq, bk))
     by_key_block = name == "dkv"
     none = jnp.zeros((1,), jnp.int32)
-    listed = mask.global_tokens is not None or mask.block_mask is not None
+    listed = _is_listed(mask)
     if listed:
         ranges, tiles = block_lists(mask, T, S, bq, bk, by_key_block=by_key_block)
     else:
@@ -282,21 +292,24 @@ def _launch(
         positions, k_positions = (
             jnp.broadcast_to(y, (B, y.shape[1])) for y in (positions, k_positions)
         )
-    segmented = mask.segments is not None
+    labels = mask.segments, mask.k_segments
+    numbers = mask.global_tokens, mask.k_global_tokens
+    if mask.ends is not None:
+        labels = jnp.broadcast_to(positions, (B, T)), mask.ends
+        numbers = mask.depths, mask.k_depths
     inputs = (
         *x,
         *more,
         ranges,
         positions,
         k_positions,
-        jnp.asarray(mask.segments) if segmented else none,
-        jnp.asarray(mask.k_segments) if segmented else none,
+        *(none if y is None else jnp.asarray(y) for y in labels),
         none if spec.alibi is None else jnp.asarray(spec.alibi),
         dropout_keys(spec, B, N) if spec.dropout else none,
         tiles,
         *(
             none if y is None else jnp.broadcast_to(jnp.asarray(y, jnp.int32), (B, y.shape[-1]))
-            for y in (mask.global_tokens, mask.k_global_tokens)
+            for y in numbers
         ),
         none if mask.block_mask is None else jnp.asarray(mask.block_mask.astype(bool), jnp.int8),
     )
@@ -338,7 +351,9 @@ def _launch(
         dropout_threshold=round(spec.dropout * 2**32),
         causal=mask.causal,
         window=mask.window,
-        segments=segmented,
+        segments=mask.segments is not None,
+        ends=mask.ends is not None,
+        depths=mask.depths is not None,
         global_tokens=mask.global_tokens is not None,
         block_size=mask.block_size,
         block_rows=0 if mask.block_mask is None else mask.block_mask.shape[0],

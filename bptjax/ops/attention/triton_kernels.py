@@ -9,9 +9,12 @@ tiles outside the range are skipped. If C.list_length > 0, the ranges index the 
 `[B or 1, blocks, C.list_length]`; otherwise they are block indices.
 
 C is a `triton_flash.Constants`. Logits are in base 2, for exp2: C.unit converts a product q·k, or
-its capped form. ALiBi counts positions from the first token of the owned block. In causal attention
-it is linear in both positions; the queries' term is the same for all keys, so it is left out of the
-logits and added to lse. Tokens past the end are loaded as 0 and never stored.
+its capped form. ALiBi counts positions, or depths, from the first token of the owned block. In
+causal attention it is linear in both positions; the queries' term is the same for all keys, so it
+is left out of the logits and added to lse. Tokens past the end are loaded as 0 and never stored.
+
+A mask with trees has neither segments nor global tokens. If C.ends, `segments` hold the positions
+of the queries and the ends of the keys; if C.depths, `global_tokens` hold the depths.
 
 If C.over, the first outputs already hold another kernel's results. Where ranges are -1, those
 results stay, and the program only stores padding, which the other kernel left undefined.
@@ -42,8 +45,8 @@ class MaskPointers(NamedTuple):
 class Tokens(NamedTuple):
     """The mask's fields for the owned block of queries, or of keys, each `[block]`.
 
-    `origin` is the position of the block's first token, `relative` the float32 positions minus
-    `origin`, and `in_bounds` is False past the end of the sequence.
+    `origin` is the position, or depth, of the block's first token, `relative` the float32 positions
+    or depths minus `origin`, and `in_bounds` is False past the end of the sequence.
     """
 
     positions: Any
@@ -146,12 +149,21 @@ def _add_alibi(logits, p, s, slope, C: tl.constexpr):
 def _load_labels(pointers, at, in_bounds, C: tl.constexpr):
     """Loads the segments and global tokens of the tokens `at`, if the mask has them."""
     segment = at
-    if C.segments:
+    if C.segments or C.ends:
         segment = tl.load(pointers.segments + at, mask=in_bounds, other=0)
     is_global = at
-    if C.global_tokens:
+    if C.global_tokens or C.depths:
         is_global = tl.load(pointers.global_tokens + at, mask=in_bounds, other=0)
     return segment, is_global
+
+
+@triton.jit
+def _load_counted(pointers, at, positions, in_bounds, C: tl.constexpr):
+    """Returns what ALiBi counts: the depths of the tokens `at`, or else their positions."""
+    counted = positions
+    if C.depths:
+        counted = tl.load(pointers.global_tokens + at, mask=in_bounds, other=0)
+    return counted
 
 
 @triton.jit
@@ -165,10 +177,17 @@ def _allowed(
         allowed &= s <= p
     # Global tokens ignore the window and the blocks.
     allowed_globally = allowed
+    if C.ends:
+        allowed &= p_segment < s_segment
     if C.window is not None:
-        allowed &= p - s < C.window
-        if not C.causal:
-            allowed &= s - p < C.window
+        if C.depths:
+            allowed &= p_global - s_global < C.window
+            if not C.causal:
+                allowed &= s_global - p_global < C.window
+        else:
+            allowed &= p - s < C.window
+            if not C.causal:
+                allowed &= s - p < C.window
     if C.block_size is not None:
         row, column = p // C.block_size, s // C.block_size
         read = allowed & (p >= 0) & (row < C.block_rows) & (s >= 0) & (column < C.block_columns)
@@ -241,8 +260,11 @@ def _mask_pointers(positions, segments, global_tokens, b64, length, C: tl.conste
 def _load_tokens(pointers, first, at, in_bounds, C: tl.constexpr):
     """Loads the tokens `at` of a sequence; the block's first token is `first`."""
     positions = tl.load(pointers.positions + at, mask=in_bounds, other=0)
-    origin = tl.load(pointers.positions + first) if C.alibi else 0
-    relative = (positions - origin).to(tl.float32)
+    counted = _load_counted(pointers, at, positions, in_bounds, C)
+    origin = 0
+    if C.alibi:
+        origin = _load_counted(pointers, first, tl.load(pointers.positions + first), True, C)
+    relative = (counted - origin).to(tl.float32)
     segments, global_tokens = _load_labels(pointers, at, in_bounds, C)
     return Tokens(positions, origin, relative, segments, global_tokens, in_bounds)
 
@@ -297,7 +319,10 @@ def _forward_range(
         if C.alibi or not FULL:
             s = tl.load(keys.positions + columns, mask=columns < C.S, other=0)
         capped, _ = _cap(raw, C)
-        s_relative = (s - own.origin).to(tl.float32)
+        s_relative = s
+        if C.alibi:
+            s_relative = _load_counted(keys, columns, s, columns < C.S, C)
+        s_relative = (s_relative - own.origin).to(tl.float32)
         logits = _add_alibi(
             capped * C.unit, own.relative[:, None], s_relative[None, :], head.slope, C
         )
@@ -466,7 +491,10 @@ def _dq_range(
         if C.alibi or not FULL:
             s = tl.load(keys.positions + columns, mask=columns < C.S, other=0)
         capped, derivative = _cap(raw, C)
-        s_relative = (s - own.origin).to(tl.float32)
+        s_relative = s
+        if C.alibi:
+            s_relative = _load_counted(keys, columns, s, columns < C.S, C)
+        s_relative = (s_relative - own.origin).to(tl.float32)
         logits = _add_alibi(
             capped * C.unit, own.relative[:, None], s_relative[None, :], head.slope, C
         )
@@ -617,7 +645,10 @@ def _dkv_range(
         if C.alibi or C.dropout > 0.0 or not FULL:
             p = tl.load(queries.positions + rows, mask=rows < C.T, other=0)
         capped, derivative = _cap(raw, C)
-        p_relative = (p - own.origin).to(tl.float32)
+        p_relative = p
+        if C.alibi:
+            p_relative = _load_counted(queries, rows, p, rows < C.T, C)
+        p_relative = (p_relative - own.origin).to(tl.float32)
         logits = _add_alibi(
             capped * C.unit, p_relative[None, :], own.relative[:, None], head.slope, C
         )

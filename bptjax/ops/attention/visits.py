@@ -57,20 +57,24 @@ def _classify(
     """
     arrays = (
         *(mask.positions, mask.k_positions, mask.block_mask),
-        *(mask.global_tokens, mask.k_global_tokens),
+        *(mask.global_tokens, mask.k_global_tokens, mask.depths, mask.k_depths),
     )
     static = all(x is None or isinstance(x, np.ndarray) for x in arrays)
-    xp = np if static and mask.segments is None else jnp
+    xp = np if static and mask.segments is None and mask.ends is None else jnp
     p_low, p_high = (x[:, :, None] for x in _bounds(xp, mask.positions, q_block))
     s_low, s_high = (x[:, None] for x in _bounds(xp, mask.k_positions, k_block))
     nonempty = xp.ones((1, -(-T // q_block), -(-S // k_block)), bool)
     full = xp.ones_like(nonempty)
     if mask.window is not None:
-        nonempty = nonempty & (p_low - s_high < mask.window)
-        full = full & (p_high - s_low < mask.window)
+        (first, last), (s_first, s_last) = (p_low, p_high), (s_low, s_high)
+        if mask.depths is not None:
+            first, last = (x[:, :, None] for x in _bounds(xp, mask.depths, q_block))
+            s_first, s_last = (x[:, None] for x in _bounds(xp, mask.k_depths, k_block))
+        nonempty = nonempty & (first - s_last < mask.window)
+        full = full & (last - s_first < mask.window)
         if not mask.causal:
-            nonempty = nonempty & (s_low - p_high < mask.window)
-            full = full & (s_high - p_low < mask.window)
+            nonempty = nonempty & (s_first - last < mask.window)
+            full = full & (s_last - first < mask.window)
     if mask.block_mask is not None:
         count, size = mask.count_blocks((p_low, p_high), (s_low, s_high))
         nonempty, full = nonempty & (count > 0), full & (count == size)
@@ -87,6 +91,9 @@ def _classify(
         full = full & (xp.arange(nonempty.shape[2]) < S // k_block)[None, None, :]
     if mask.causal:
         nonempty, full = nonempty & (s_low <= p_high), full & (s_high <= p_low)
+    if mask.ends is not None:
+        first_end, last_end = (x[:, None] for x in _bounds(xp, mask.ends, k_block))
+        nonempty, full = nonempty & (p_low < last_end), full & (p_high < first_end)
     if mask.segments is not None:
         p_low, p_high, p_real = (x[:, :, None] for x in _segment_bounds(mask.segments, q_block))
         s_low, s_high, s_real = (x[:, None] for x in _segment_bounds(mask.k_segments, k_block))
@@ -111,13 +118,13 @@ def _bounds(xp: Any, x: Any, block: int) -> tuple[Any, Any]:
     """Returns the minimum and maximum of each block, `[B or 1, n]`."""
     # NumPy reduces static positions even if segments are traced: XLA takes seconds to fold each
     # reduction of 512K constants.
-    x = blocks(x if isinstance(x, np.ndarray) else jnp.asarray(x), block, "edge")
+    x = blocks(x if isinstance(x, np.ndarray) else jnp.asarray(x), "edge", block)
     return xp.asarray(x.min(-1).T), xp.asarray(x.max(-1).T)
 
 
 def _segment_bounds(x: Any, block: int) -> tuple[Array, Array, Array]:
     """Returns the minimum and maximum segment of each block, ignoring padding, and whether the
     block has no padding."""
-    x = blocks(jnp.asarray(x), block, "constant")
+    x = blocks(jnp.asarray(x), "constant", block)
     top = np.iinfo(np.int32).max
     return jnp.where(x == 0, top, x).min(-1).T, x.max(-1).T, (x != 0).all(-1).T
