@@ -29,9 +29,10 @@ class TokenContext(NamedTuple):
     """Inputs of a layer per token, in addition to the residual stream.
 
     Attributes:
-      positions: positions in the document, for rotary embeddings.
+      positions: positions in the document, for rotary embeddings; in a tree, depths.
       ids: index of the token in the batch, which seeds its dropout.
       padding: true for padding; None if there is none.
+      ends: ends of trees, as in `Mask`; None if each document is a chain of tokens.
       lengths: document length in tokens; None if no rotary scaling depends on it.
       marked: true for markers of the attention pattern; None if it has none.
       tokens: token ids; None if the model has no per-layer embeddings.
@@ -41,6 +42,7 @@ class TokenContext(NamedTuple):
     positions: Int[Array, "B T"]
     ids: Int[Array, "B T"]
     padding: Bool[Array, "B T"] | None = None
+    ends: Int[Array, "B T"] | None = None
     lengths: Int[Array, "B T"] | None = None
     marked: Bool[Array, "B T"] | None = None
     tokens: Int[Array, "B T"] | None = None

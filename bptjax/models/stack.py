@@ -295,7 +295,11 @@ def _layer_function(
         )
     k_positions = positions if k_positions is None else k_positions
     marks = tokens.marked, tokens.marked if k_marked is None else k_marked
-    tokens = tokens._replace(marked=None)
+    trees: dict[str, Any] = {}
+    if tokens.ends is not None:
+        _check_trees(config)
+        trees = dict(segments=None, ends=tokens.ends)
+    tokens = tokens._replace(marked=None, ends=None)
 
     def apply(layer, carry, index, kind, shared):
         x, past, latest_kv = carry
@@ -343,7 +347,9 @@ def _layer_function(
         v: Any = None
         if past is not None or kv is not None:
             k, v = kv if past is None else past.keys_values(kind.full)
-        of_layer = replace(mask, window=kind.window)
+        of_layer = replace(mask, window=kind.window, **trees)
+        if trees and (kind.window is not None or alibi is not None):
+            of_layer = replace(of_layer, depths=tokens.positions)
         if kind.pattern is not None:
             S = chunk.x.shape[1] if past is None else k.shape[-3]
             of_layer = kind.pattern.apply(of_layer, positions, k_positions, S, *marks)
@@ -369,6 +375,27 @@ def _layer_function(
         return *_split(execution, inputs, chunk, function(q, k, v)), past, kv
 
     return apply
+
+
+def _check_trees(config: ModelConfig) -> None:
+    """Checks that all layers can read trees of tokens.
+
+    Raises:
+      NotImplementedError: the attention has a pattern, is not causal, or a layer has none.
+    """
+    if not config.causal:
+        raise NotImplementedError("trees of tokens: need a model with causal attention")
+    for kind in config.layer_kinds:
+        if kind.mixer is not None:
+            raise NotImplementedError(
+                f"trees of tokens: layers of {kind.mixer} carry a state from token to token, which "
+                "has no branches; train on separate sequences"
+            )
+        if kind.pattern is not None:
+            raise NotImplementedError(
+                f"trees of tokens: model.attention_pattern.type={kind.pattern.type} counts tokens "
+                "of a document in one line; train on separate sequences"
+            )
 
 
 def _own_layers(config: ModelConfig) -> dict[str, list[int]]:

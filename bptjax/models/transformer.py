@@ -136,6 +136,7 @@ class Transformer(nnx.Module):
         *,
         positions: Int[Array | np.ndarray, "B T"] | None = None,
         segments: Int[Array | np.ndarray, "B T"] | None = None,
+        ends: Int[Array | np.ndarray, "B T"] | None = None,
         order: Int[np.ndarray, "T"] | None = None,
         token_types: Int[Array | np.ndarray, "B T"] | None = None,
         dropout_key: Array | None = None,
@@ -153,6 +154,8 @@ class Transformer(nnx.Module):
           positions: position of each token in its document, for rotary and learned embeddings. If
             left out, 0..T-1.
           segments: document numbers, 0 for padding. If left out, a sequence is one document.
+          ends: for documents that are trees, with `segments`: see `Mask.ends`. Counts tokens of the
+            sequence; `positions` then are depths.
           order: position of each token in its sequence, if the tokens are permuted.
           token_types: type of each token, in a model with token types; 0 if left out.
           dropout_key: None for no dropout.
@@ -161,12 +164,15 @@ class Transformer(nnx.Module):
           sequence_strategy: how attention communicates along the mesh axis sp; see STRATEGIES.
 
         Raises:
-          ValueError: more tokens than learned positions, and no `positions`.
+          ValueError: more tokens than learned positions, and no `positions`; `ends` without
+            `positions` or `segments`.
+          NotImplementedError: `ends`, and a layer that reads no trees.
         """
         inputs = self.begin(
             tokens,
             positions=positions,
             segments=segments,
+            ends=ends,
             order=order,
             token_types=token_types,
             dropout_key=dropout_key,
@@ -191,16 +197,21 @@ class Transformer(nnx.Module):
         *,
         positions: Int[Array | np.ndarray, "B T"] | None = None,
         segments: Int[Array | np.ndarray, "B T"] | None = None,
+        ends: Int[Array | np.ndarray, "B T"] | None = None,
         order: Int[np.ndarray, "T"] | None = None,
         token_types: Int[Array | np.ndarray, "B T"] | None = None,
         dropout_key: Array | None = None,
         dtype: DTypeLike = jnp.float32,
     ) -> "LayerInputs":
         """Computes the inputs of the layers from the arguments of a call."""
+        if ends is not None and (positions is None or segments is None):
+            raise ValueError("ends: requires positions, the depths of the tokens, and segments")
         if positions is not None and segments is not None:
             # Positions of padding may lie beyond the learned ones.
             positions = jnp.where(segments == 0, 0, positions)
         x, context = self._embed(tokens, positions, dropout_key, dtype, order, token_types)
+        if ends is not None:
+            context = context._replace(ends=jnp.asarray(ends))
         return self._padded(x, context, segments, order)
 
     def end(self, x: Float[Array, "B T D"], length: int) -> Float[Array, "B length E"]:

@@ -133,7 +133,8 @@ def make_schedule(
 ) -> FullTileSchedule | None:
     """Returns the schedule for queries and keys at these positions `[T]` and `[S]`, divided into
     `shards` equal parts. Returns None if shards have unequal numbers of tiles, a tile is partial,
-    or attention weights depend on positions. Ignores documents, which the caller must check.
+    or attention weights depend on positions. Ignores documents and trees, which the caller must
+    check.
     """
     mask = spec.mask
     special = mask.window, mask.global_tokens, mask.block_mask, spec.alibi, spec.landmark_block
@@ -162,9 +163,12 @@ def make_schedule(
     return FullTileSchedule(2, True, pairs)
 
 
-def several_documents(spec: AttentionSpec) -> Bool[Array, ""] | None:
-    """Returns whether queries and keys span several documents; None without segments."""
+def hides_keys(spec: AttentionSpec) -> Bool[Array, ""] | None:
+    """Returns whether documents, or the branches of a tree, hide some of the keys; None if the mask
+    has neither."""
     mask = spec.mask
+    if mask.ends is not None:
+        return jnp.max(mask.positions) >= jnp.min(mask.ends)
     if mask.segments is None:
         return None
     first = mask.segments[:, :1]

@@ -26,9 +26,9 @@ from bptjax.parallel.full_tiles import (
     Sums,
     backward_pass,
     forward_pass,
+    hides_keys,
     make_schedule,
     put_piece,
-    several_documents,
     take_piece,
 )
 from bptjax.parallel.ring import split, unsupported
@@ -93,10 +93,10 @@ def _traverse(attend: Attend, queries: Any, x: QKV, spec: AttentionSpec, shards:
     operands = queries, x.k, x.v, gathered
     if schedule is None:
         return masked(*operands)
-    several = several_documents(spec)
-    if several is None:
+    hides = hides_keys(spec)
+    if hides is None:
         return full_tiles(*operands)
-    return jax.lax.cond(several, masked, full_tiles, *operands)
+    return jax.lax.cond(hides, masked, full_tiles, *operands)
 
 
 def _gather(x: Shaped[Array, "..."], axis: str, dimension: int) -> Shaped[Array, "..."]:

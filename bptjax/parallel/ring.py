@@ -30,8 +30,8 @@ from bptjax.parallel.full_tiles import (
     Sums,
     backward_pass,
     forward_pass,
+    hides_keys,
     make_schedule,
-    several_documents,
 )
 
 
@@ -103,10 +103,10 @@ def _traverse(
         current = Sums(sums.queries, jax.tree.map(jnp.zeros_like, sums.keys)), *block[:2]
         if schedule is None:
             new = jax.lax.cond(_nonempty(block_spec, x), masked, lambda sums, k, v: sums, *current)
-        elif (several := several_documents(block_spec)) is None:
+        elif (hides := hides_keys(block_spec)) is None:
             new = full_tiles(*current)
         else:
-            new = jax.lax.cond(several, masked, full_tiles, *current)
+            new = jax.lax.cond(hides, masked, full_tiles, *current)
         travelling = _pass_on(jax.tree.map(jnp.add, sums.keys, new.keys), shards)
         sums, block = Sums(new.queries, travelling), following
     return sums

@@ -27,6 +27,19 @@ from bptjax.parallel.sequence import (
 
 B, T, N, K, H = 2, 48, 8, 2, 8
 DOCUMENTS = np.array([[1] * 20 + [2] * 18 + [0] * 10, [1] * 5 + [2] * 30 + [3] * 13], np.int32)
+# A prompt with two answers, a document, and padding; a prompt whose answers begin in later shards.
+ENDS = np.stack(
+    [
+        np.repeat([32, 22, 32, 40, 0], [14, 8, 10, 8, 8]),
+        np.repeat([48, 41, 48], [36, 5, 7]),
+    ]
+).astype(np.int32)
+DEPTHS = np.stack(
+    [
+        np.concatenate([np.arange(22), np.arange(14, 24), np.arange(8), np.arange(8)]),
+        np.concatenate([np.arange(41), np.arange(36, 43)]),
+    ]
+).astype(np.int32)
 SINKS = np.linspace(-2.0, 3.0, N, dtype=np.float32)
 SLOPES = 2.0 ** -np.arange(1, N + 1)
 CASES = {
@@ -38,6 +51,7 @@ CASES = {
         dropout_key=jax.random.key(3),
     ),
     "sinks": dict(mask=Mask(causal=True, segments=DOCUMENTS), sinks=SINKS),
+    "tree": dict(mask=Mask(causal=True, window=17, ends=ENDS, depths=DEPTHS), alibi=SLOPES),
     "all keys": dict(mask=Mask(segments=DOCUMENTS)),
     "sparse": dict(
         mask=Mask(
@@ -92,6 +106,8 @@ def wanted():
             *(("sp 4", strategy, case) for strategy in STRATEGIES for case in CASES),
             *(("dp 2, tp 2, sp 2", strategy, "everything") for strategy in STRATEGIES),
             ("dp 2, tp 2, sp 2", "ulysses", "sinks"),
+            ("dp 2, tp 2, sp 2", "ulysses", "tree"),
+            ("sp 8", "ring", "tree"),
             ("sp 3", "ring", "everything"),
             ("tp 4", "auto", "everything"),
         ],
@@ -142,31 +158,39 @@ def test_zigzag_is_an_order_like_any_other():
     close(got, tuple(x[:, order] for x in plain), scale=2.0)
 
 
-ONE = np.ones((B, T), np.int32)
+FIELDS = {
+    "causal": {},
+    "one document": dict(segments=np.ones((B, T), np.int32)),
+    "documents": dict(segments=DOCUMENTS),
+    "trees": dict(ends=ENDS),
+}
 
 
 @pytest.mark.parametrize(
-    "strategy, order, documents",
+    "strategy, order, name",
     fast(
         [
-            ("ring", None, None),
-            ("ring", zigzag(T, 4), ONE),
-            ("ring", zigzag(T, 4), DOCUMENTS),
-            ("gather", zigzag(T, 4), None),
-            ("gather", zigzag(T, 4), DOCUMENTS),
+            ("ring", None, "causal"),
+            ("ring", zigzag(T, 4), "one document"),
+            ("ring", zigzag(T, 4), "documents"),
+            ("ring", zigzag(T, 4), "trees"),
+            ("gather", zigzag(T, 4), "causal"),
+            ("gather", zigzag(T, 4), "documents"),
+            ("gather", zigzag(T, 4), "trees"),
         ],
-        lambda strategy, order, documents: strategy == "ring" and documents is DOCUMENTS,
+        lambda strategy, order, name: strategy == "ring" and name in ("documents", "trees"),
     ),
 )
-def test_full_tiles(strategy, order, documents):
-    """The schedule of full tiles, and documents that end inside a shard."""
+def test_full_tiles(strategy, order, name):
+    """The schedule of full tiles; documents that end inside a shard; answers that hide each other
+    from some shards only."""
     places = np.arange(T) if order is None else order
-    segments = None if documents is None else jnp.asarray(documents[:, places])
-    mask = Mask(causal=True, segments=segments, positions=places.astype(np.int32))
+    placed = {field: jnp.asarray(x[:, places]) for field, x in FIELDS[name].items()}
+    mask = Mask(causal=True, positions=places.astype(np.int32), **placed)
     arrays = operands()
     with jax.set_mesh(mesh_of(MESHES["sp 4"])):
         got = results(attention, *(x[:, places] for x in arrays), strategy=strategy, mask=mask)
-    plain = results(on_one, *arrays, mask=Mask(causal=True, segments=documents))
+    plain = results(on_one, *arrays, mask=Mask(causal=True, **FIELDS[name]))
     close(got, tuple(x[:, places] for x in plain), scale=2.0)
 
 
