@@ -322,7 +322,7 @@ class Tiles:
             far = (p_global[:, None] | s_global[None])[..., None]
             local = [reduce(and_, local) | far]
         # Over sequences: a tile is empty if it is empty in all of them.
-        conditions = [np.ones((self.nq, self.nk), bool)]
+        conditions: list[Any] = [np.ones((self.nq, self.nk), bool)]
         if local:
             conditions.append(reduce(and_, local).any(-1))
         if mask.causal:

@@ -168,6 +168,7 @@ def hides_keys(spec: AttentionSpec) -> Bool[Array, ""] | None:
     has neither."""
     mask = spec.mask
     if mask.ends is not None:
+        assert mask.positions is not None  # The mask is resolved.
         return jnp.max(mask.positions) >= jnp.min(mask.ends)
     if mask.segments is None:
         return None

@@ -95,10 +95,8 @@ def test_pairs(name, tokens):
     marked, ids = pattern.marked(tokens), tokens[0].tolist()
     assert (marked is None) == (name != "markers")
     mask = pattern.apply(Mask(causal=True), at, at, T, marked, marked).resolve(T, T)
-    marks = mask.global_tokens, mask.k_global_tokens
-    marks = (None if x is None else jnp.asarray(x).reshape(1, T) for x in marks)
-    each = jnp.asarray(at)[None]
-    allowed = np.asarray(mask.allowed(each, each, None, None, *marks))[0]
+    of_queries, of_keys = jax.tree.map(jnp.asarray, (mask.of_queries, mask.of_keys))
+    allowed = np.asarray(mask.allowed(of_queries, of_keys))[0]
     for i in range(T):
         for j in range(i + 1):
             wanted = attends(name, i, j, ids)
