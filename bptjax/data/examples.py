@@ -6,7 +6,8 @@ from bptjax.ops.labels import IGNORED
 
 # int32 arrays [n]: `tokens`, `labels`, and others that an objective reads, such as `token_types`. A
 # packed sequence also has `segments` and `positions`; an example of several documents has its own.
-# The `tokens` of an image are patches, float32 [n, P].
+# An example that is a tree of tokens has `positions` and `ends`; see `trees.tree`. The `tokens` of
+# an image are patches, float32 [n, P].
 Example = dict[str, np.ndarray]
 FIELDS = "tokens", "labels"
 # Arrays that number documents or answers from 1, in an example and in a sequence; 0 is none.
@@ -21,8 +22,8 @@ def padding(name: str) -> int:
 
 def is_masked(example: Example) -> bool:
     """Returns whether the example has a token that does not count in the loss, or answers that
-    belong together. A packer never splits such an example."""
-    return ANSWERS in example or bool((example["labels"] == IGNORED).any())
+    belong together, or is a tree. A packer never splits such an example."""
+    return not {ANSWERS, "ends"}.isdisjoint(example) or bool((example["labels"] == IGNORED).any())
 
 
 def sequence(examples: list[Example], seq_len: int) -> Example:
@@ -40,7 +41,8 @@ def sequence(examples: list[Example], seq_len: int) -> Example:
             if name in last:
                 value = np.where(value == 0, 0, value + last[name])
                 last[name] = int(value.max(initial=last[name]))
-            arrays[name][start:end] = value
+            # Ends count the tokens of the sequence.
+            arrays[name][start:end] = value + start if name == "ends" else value
     return arrays
 
 

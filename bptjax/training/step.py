@@ -96,6 +96,7 @@ def _model_inputs(spec: TrainSpec, batch: Batch) -> dict[str, Any]:
         tokens=inputs["tokens"],
         positions=inputs["positions"],
         segments=inputs["segments"],
+        ends=inputs.get("ends"),
         token_types=inputs.get("token_types") if several else None,
         order=spec.layout.order(inputs["tokens"].shape[1]),
         dtype=spec.compute_dtype,
