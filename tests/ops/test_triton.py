@@ -214,10 +214,9 @@ def test_lists_hold_no_empty_tile(mask, by_key_block):
     """With 256 tokens in tiles of 4 × 8, exactly the non-empty tiles are visited, and exactly the
     full tiles are marked full."""
     T, bq, bk = 256, 4, 8
-    p = jnp.arange(T)[None]
-    far = None if mask.global_tokens is None else jnp.asarray(mask.global_tokens)[None]
-    seen = np.asarray(mask.allowed(p, p, None, None, far, far))
-    seen = seen[0].reshape(T // bq, bq, T // bk, bk)
+    full = mask.resolve(T, T)
+    fields = jax.tree.map(jnp.asarray, (full.of_queries, full.of_keys))
+    seen = np.asarray(full.allowed(*fields))[0].reshape(T // bq, bq, T // bk, bk)
 
     def lists(mask):
         return visits.block_lists(mask.resolve(T, T), T, T, bq, bk, by_key_block=by_key_block)
