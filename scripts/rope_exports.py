@@ -52,6 +52,7 @@ def rope(kind: str, **more) -> dict:
 OVERRIDES = {
     "theta": rope("default", rope_theta=5e4),
     "theta, max": rope("default", rope_theta=5e4) | REACH,
+    "extend_to": dict(extend_to=LONGER),
     "linear": rope("linear", factor=2.0),
     "linear, max": rope("linear", factor=2.0) | REACH,
     "dynamic": rope("dynamic", factor=2.0),

@@ -54,7 +54,7 @@ def _check(args: Namespace) -> None:
     task_names(args.tasks, "--tasks")
     if bool(args.tasks) != bool(args.lengths):
         raise ValueError("--tasks and --lengths: must be given together")
-    names = "length", "seq_len", "batches", "buckets", "documents", "samples"
+    names = "length", "seq_len", "batches", "buckets", "documents", "samples", "short_context"
     numbers = [(name, getattr(args, name)) for name in names if getattr(args, name) is not None]
     for name, number in [*numbers, *(("lengths", n) for n in args.lengths)]:
         least = 2 if name == "length" else 1
@@ -66,6 +66,8 @@ def _check(args: Namespace) -> None:
                 raise ValueError(f"--{name}: must not be given with --length, which reads text")
     if args.length is not None and args.buckets >= args.length:
         raise ValueError(f"--buckets={args.buckets}: must be less than --length={args.length}")
+    if args.short_context is not None and args.short_context >= (args.length or 0):
+        raise ValueError(f"--short_context={args.short_context}: requires a larger --length")
     there = next(path for path in (args.out, *args.out.parents) if path.exists())
     if not there.is_dir():
         raise ValueError(f"--out={args.out}: must be a directory, but {there} is a file")

@@ -1,6 +1,7 @@
 """Perplexity by position in long documents."""
 
 from argparse import Namespace
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -45,6 +46,7 @@ def by_position(
     buckets: int,
     limit: int,
     dtype: DTypeLike,
+    short_context: int | None = None,
     seed: int = 0,
     execution: Execution = Execution(),  # noqa: B008 (frozen)
 ) -> list[dict]:
@@ -53,17 +55,36 @@ def by_position(
     Reads the first `length` tokens of up to `limit` documents, and skips shorter documents. `seed`
     chooses the documents; of streamed documents, the first ones are read.
 
+    Args:
+      short_context: also measures the loss of the same tokens when the model reads only this number
+        of tokens before each, or up to a quarter more.
+
     Returns:
       One row per range of positions.
 
     Raises:
       ValueError: no document has `length` tokens.
     """
-    sums, seen, longest = np.zeros(length - 1), 0, 0
+    names = ["", "short_"][: 1 if short_context is None else 2]
+    sums, seen, longest = {name: np.zeros(length - 1) for name in names}, 0, 0
     total, chosen = limit, documents
     if not isinstance(documents, Stream):
         total = min(limit, len(documents))
         chosen = cast(Any, Subset(documents, random_order(len(documents), seed)))
+    landmarks = model.config.landmarks
+
+    def losses(tokens: np.ndarray, labels: np.ndarray) -> np.ndarray:
+        """Returns the losses [B, T] of tokens [B, T]."""
+        rows = [{"tokens": x, "labels": y} for x, y in zip(tokens, labels, strict=True)]
+        if landmarks is not None:
+            rows = [ignored(landmarks.insert(row)) for row in rows]
+        batch = {name: np.stack([row[name] for row in rows]) for name in ("tokens", "labels")}
+        arrays = (jnp.asarray(batch[name]) for name in ("tokens", "labels"))
+        found = np.asarray(_losses(model, *arrays, dtype=dtype, execution=execution))
+        return np.stack(
+            [row[at != IGNORED] for row, at in zip(found, batch["labels"], strict=True)]
+        )
+
     with Progress("perplexity by position", total) as progress:
         for document in chosen:
             if isinstance(document, str):
@@ -74,12 +95,10 @@ def by_position(
             longest = max(longest, len(tokens))
             if len(tokens) < length:
                 continue
-            batch = {"tokens": tokens[: length - 1], "labels": tokens[1:length]}
-            if (landmarks := model.config.landmarks) is not None:
-                batch = ignored(landmarks.insert(batch))
-            arrays = (jnp.asarray(batch[name][None]) for name in ("tokens", "labels"))
-            losses = _losses(model, *arrays, dtype=dtype, execution=execution)[0]
-            sums += np.asarray(losses)[batch["labels"] != IGNORED]
+            tokens, labels = tokens[: length - 1], tokens[1:length]
+            sums[""] += losses(tokens[None], labels[None])[0]
+            if short_context is not None:
+                sums["short_"] += _in_windows(losses, tokens, labels, short_context)
             seen += 1
             progress.advance()
             if seen == limit:
@@ -91,27 +110,58 @@ def by_position(
         )
     rows = []
     for bucket in np.array_split(np.arange(length - 1), buckets):
-        loss = float(sums[bucket].mean() / seen)
-        rows.append(
-            dict(
-                start=int(bucket[0]) + 1,
-                end=int(bucket[-1]) + 1,
-                documents=seen,
-                loss=loss,
-                perplexity=float(np.exp(loss)),
-            )
-        )
+        row = dict(start=int(bucket[0]) + 1, end=int(bucket[-1]) + 1, documents=seen)
+        for name, each in sums.items():
+            loss = float(each[bucket].mean() / seen)
+            row |= {f"{name}loss": loss, f"{name}perplexity": float(np.exp(loss))}
+        rows.append(row | ({} if short_context is None else {"short_context": short_context}))
     return rows
+
+
+def _in_windows(
+    losses: Callable[[np.ndarray, np.ndarray], np.ndarray],
+    tokens: np.ndarray,
+    labels: np.ndarray,
+    context: int,
+) -> np.ndarray:
+    """Returns the losses [T] of tokens [T], each computed from at most 5/4 of `context` tokens.
+
+    Windows overlap by `context` tokens, and only the labels after these count.
+    """
+    step = max(context // 4, 1)
+    width, T = context + step, len(tokens)
+    if width >= T:
+        return losses(tokens[None], labels[None])[0]
+    starts = np.arange(0, T - width + step, step)
+    # The last window ends with the document, and repeats labels of the one before it.
+    starts[-1] = T - width
+    found = np.empty(T, np.float32)
+    together = max(T // width, 1)
+    for first in range(0, len(starts), together):
+        # A smaller last batch would be compiled again.
+        chosen = starts[np.minimum(np.arange(first, first + together), len(starts) - 1)]
+        at = chosen[:, None] + np.arange(width)
+        for start, row in zip(chosen, losses(tokens[at], labels[at]), strict=True):
+            counted = context if start else 0
+            found[start + counted : start + width] = row[counted:]
+    return found
 
 
 def perplexity_table(rows: list[dict[str, Any]]) -> Table:
     """Returns a table with one row per range of positions."""
     shown = Table(title=f"Perplexity by position ({plural(rows[0]['documents'], 'document')})")
-    for name in ("positions", "loss (nats per token)", "perplexity"):
+    columns = ["positions", "loss (nats per token)", "perplexity"]
+    if short := rows[0].get("short_context"):
+        columns += [f"with the last {short:,} tokens only", "ratio"]
+    for name in columns:
         shown.add_column(name, justify="right")
     for row in rows:
-        positions = f"{row['start']:,} to {row['end']:,}"
-        shown.add_row(positions, f"{row['loss']:.4f}", f"{row['perplexity']:.4g}")
+        cells = [f"{row['start']:,} to {row['end']:,}", f"{row['loss']:.4f}"]
+        cells.append(f"{row['perplexity']:.4g}")
+        if short:
+            ratio = row["perplexity"] / row["short_perplexity"]
+            cells += [f"{row['short_perplexity']:.4g}", f"{ratio:.3f}"]
+        shown.add_row(*cells)
     return shown
 
 
@@ -119,7 +169,13 @@ def plot_perplexity(rows: list[dict[str, Any]], file: Path, trained: int | None)
     """Plots perplexity against position. A line marks the trained length, in tokens."""
     figure, axes = new_figure()
     edges = [row["start"] for row in rows] + [rows[-1]["end"]]
-    axes.stairs([row["perplexity"] for row in rows], edges, baseline=None, linewidth=2)
+    whole = axes.stairs([row["perplexity"] for row in rows], edges, baseline=None, linewidth=2)
+    if short := rows[0].get("short_context"):
+        whole.set_label("full context")
+        values = [row["short_perplexity"] for row in rows]
+        label = f"last {short:,} tokens only"
+        axes.stairs(values, edges, baseline=None, linewidth=2, linestyle="--", label=label)
+        axes.legend()
     axes.set(
         xlabel="position (tokens)",
         ylabel="perplexity",
@@ -156,6 +212,7 @@ class Perplexity:
             length=self.args.length,
             buckets=self.args.buckets,
             limit=self.args.documents,
+            short_context=self.args.short_context,
             seed=self.args.seed,
             dtype=model.head_matrix.dtype,
         )

@@ -30,8 +30,8 @@ class ModelConfig:
 
     Attributes:
       name_or_path: directory (or hub id) of a checkpoint to start from. The checkpoint decides all
-        other keys here except rope_parameters, max_position_embeddings, attention_pattern, the
-        dropouts, the losses of experts, init_std and new classes.
+        other keys here except rope_parameters, max_position_embeddings, extend_to,
+        attention_pattern, the dropouts, the losses of experts, init_std and new classes.
       causal: tokens attend to themselves and to earlier tokens only. false makes an encoder.
       vocab_size: vocabulary size V. If not set, the tokenizer's vocabulary size.
       hidden_size: width D of the residual stream.
@@ -51,6 +51,9 @@ class ModelConfig:
       rope_layers: for each layer, whether it rotates queries and keys. If not set, all do.
       max_position_embeddings: number of positions that the model supports. Learned positions end
         there.
+      extend_to: number of positions to extend the checkpoint to. Sets max_position_embeddings, and
+        multiplies the rope_theta of full attention by the power 4/3 of the ratio to the
+        checkpoint's positions.
       position_offset: unused entries of the learned embedding before position 0.
       sliding_window: number of tokens that a token attends to, including itself. If not set, all.
       layer_types: type of each layer: full_attention, sliding_attention, which applies
@@ -105,6 +108,7 @@ class ModelConfig:
     rope_parameters: dict[str, Any] = field(default_factory=lambda: {"rope_theta": 10_000.0})
     rope_layers: list[bool] | None = None
     max_position_embeddings: int | None = integer(None, most=UNLIMITED)
+    extend_to: int | None = integer(None, most=UNLIMITED)
     position_offset: int = integer(0, 0)
     sliding_window: int | None = integer(None, most=UNLIMITED)
     layer_types: list[LayerType] | None = None

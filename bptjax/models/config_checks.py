@@ -13,6 +13,7 @@ OVERRIDABLE = (
     "name_or_path",
     "rope_parameters",
     "max_position_embeddings",
+    "extend_to",
     "attention_pattern",
     "embedding_dropout",
     "attention_dropout",
@@ -45,6 +46,11 @@ def check_choices(config: Any) -> None:
         raise ValueError(f"model.head_dim={config.H}: must be even with rotary positions")
     if config.position_embedding == "learned" and config.max_position_embeddings is None:
         raise ValueError("model.position_embedding=learned: requires model.max_position_embeddings")
+    if config.extend_to is not None and not config.name_or_path:
+        raise ValueError(
+            f"model.extend_to={config.extend_to}: requires a checkpoint; set "
+            "model.name_or_path, or model.max_position_embeddings instead"
+        )
     for name in ("layer_types", "rope_layers"):
         entries = getattr(config, name)
         if entries is not None and len(entries) != config.num_layers:

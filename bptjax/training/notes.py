@@ -51,6 +51,11 @@ def describe_model(spec: TrainSpec, data: RunData) -> list[str]:
             notes.append(f"this model cannot be exported to Hugging Face's format: {error}")
         return notes
     notes.append(f"model: from {config.model.name_or_path}")
+    if config.model.extend_to is not None:
+        text = f"model.extend_to: {model.max_position_embeddings:,} positions"
+        if model.position_embedding == "rope":
+            text += f", rope_theta {model.rope('full_attention')['rope_theta']:,g}"
+        notes.append(text)
     notes += describe_adapter(config, pretrained)
     own, used = defaults(config, spec.mesh.local_devices[0].platform), flatten(config)
     # The first default does not depend on the checkpoint; `describe_adapter` reports the second.
@@ -67,10 +72,12 @@ def describe_model(spec: TrainSpec, data: RunData) -> list[str]:
     notes += _describe_routers(config, model, pretrained)
     notes += [pretrained.left_out] * bool(pretrained.left_out)
     if model.exceeds_positions(config.train.seq_len):
+        keys = "model.rope_parameters and model.max_position_embeddings"
+        if model.rope("full_attention").get("rope_type", "default") == "default":
+            keys = f"model.extend_to={config.train.seq_len}, or {keys}"
         notes.append(
             f"train.seq_len={config.train.seq_len} is beyond the model's "
-            f"{model.max_position_embeddings} positions; scale them by model.rope_parameters, "
-            "and set model.max_position_embeddings to record the new length"
+            f"{model.max_position_embeddings} positions; set {keys}"
         )
     return notes
 

@@ -48,6 +48,27 @@ def test_buckets_are_the_loss_cut_in_pieces(model):
         assert row["perplexity"] == pytest.approx(np.exp(part.mean()), rel=1e-4)
 
 
+@pytest.mark.parametrize("context", [4, 9, 16, 35])
+def test_short_context_leaves_out_earlier_tokens(model, context):
+    """With windows that end within the document, and one as long as it."""
+    text, step = "".join(chr(97 + i * i % 26) for i in range(41)), max(context // 4, 1)
+    how = dict(length=41, buckets=40, limit=1, dtype=jnp.float32, short_context=context)
+    rows = perplexity.by_position(model, BYTES, [text], **how)
+    tokens, width = BYTES.encode_prompt(text)[:41], context + step
+    found, wanted = [row["short_loss"] for row in rows], np.full(40, np.nan)
+    for start in sorted({*range(0, max(40 - width, 0), step), max(40 - width, 0)}):
+        part = jnp.asarray(tokens[None, start : start + width + 1])
+        how = dict(reduction="none")
+        each = linear_cross_entropy(model(part[:, :-1])[0], model.head_matrix, part[:, 1:], **how)
+        counted = context if start else 0
+        wanted[start + counted : start + width] = each[0, counted:]
+    np.testing.assert_allclose(found, wanted, rtol=1e-4)
+    full = [row["loss"] for row in rows]
+    assert (np.abs(np.subtract(found, full)) > 1e-3).sum() >= 40 - width
+    table = perplexity.perplexity_table(rows)
+    assert len(table.columns) == 5 and "ratio" in printed(table)
+
+
 def test_a_stream_is_read_up_to_the_limit(tmp_path, model):
     with gzip.open(tmp_path / "a.jsonl.gz", "wt") as file:
         file.write('{"text": "a text of some length"}\n' * 5)
@@ -94,6 +115,10 @@ def test_command_line(tmp_path, capsys, model, monkeypatch):
         (
             ["--data", "python-stdlib", "--length", "4", "--buckets", "4"],
             "--buckets=4: must be less than --length=4",
+        ),
+        (
+            ["--data", "python-stdlib", "--length", "40", "--short_context", "40"],
+            "--short_context=40: requires a larger --length",
         ),
         # These ended in numpy's "Maximum allowed dimension exceeded".
         (

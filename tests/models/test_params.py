@@ -22,11 +22,12 @@ class Source:
 
 
 def test_stacking_shows_the_time_left(monkeypatch):
-    """With the time that the caller spends on each parameter, such as to quantize it."""
+    """With the time that the caller spends on each parameter, such as to quantize it. The estimate
+    leaves out the first of two slices."""
     now, lines, found = [0.0], [], {}
     monkeypatch.setattr(progress, "monotonic", lambda: now[0])
     for path, array in stacked(Source(), lines.append):
         found[path] = array.tolist()
         now[0] += 12.0
     assert found == {"layers.w": [[0.0] * 3, [1.0] * 3], "norm": [1.0, 1.0]}
-    assert lines == ["loading weights: 75%, 0:00:04 left"]
+    assert lines == ["loading weights: 75%, 0:00:08 left"]

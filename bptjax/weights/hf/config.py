@@ -15,6 +15,9 @@ from bptjax.weights.hf.families.family import Family
 
 # Key that only an encoder without classes takes from a training config.
 CLASSES = "encoder.classes"
+# ProLong (arXiv 2410.02660) extends Llama 3 from 8,192 positions and theta 5e5 to 65,536 with theta
+# 8e6, and to 524,288 with theta 1.28e8: 16 and 256 times, for 8 and 64 times the length.
+THETA_POWER = 4 / 3
 # Keys that change no result in any family.
 NEUTRAL = {
     "_name_or_path",
@@ -129,6 +132,8 @@ def merge(pretrained: ModelConfig, wanted: ModelConfig) -> ModelConfig:
             )
         changes[key] = value
     changes["name_or_path"] = wanted.name_or_path
+    if (length := changes.pop("extend_to", None)) is not None:
+        changes |= _extended(pretrained, length, changes)
     # Ids of new tokens follow the ids of previously added tokens.
     changes["add_tokens"] = [*dict.fromkeys([*pretrained.add_tokens, *wanted.add_tokens])]
     if "rope_parameters" in changes:
@@ -150,6 +155,39 @@ def merge(pretrained: ModelConfig, wanted: ModelConfig) -> ModelConfig:
             "texts itself; leave it out"
         )
     return merged
+
+
+def _extended(pretrained: ModelConfig, length: int, changes: dict[str, Any]) -> dict[str, Any]:
+    """Returns the keys that extend the checkpoint to `length` positions.
+
+    The theta of rotary positions grows by the power `THETA_POWER` of the ratio of lengths.
+
+    Raises:
+      ValueError: the checkpoint has no unscaled rotary positions and no learned ones, has as many
+        already, or `changes` sets the same keys.
+    """
+    key, trained = f"model.extend_to={length}", pretrained.max_position_embeddings
+    for other in ("rope_parameters", "max_position_embeddings"):
+        if other in changes:
+            raise ValueError(f"{key}: sets model.{other}; leave one of them out")
+    if trained is None or length <= trained:
+        raise ValueError(
+            f"{key}: must exceed the {trained} positions of the checkpoint; leave it out"
+        )
+    keys: dict[str, Any] = {"max_position_embeddings": length}
+    if pretrained.position_embedding == "learned":
+        return keys
+    kind = pretrained.position_embedding
+    full = pretrained.rope("full_attention")
+    if kind == "rope":
+        kind = full.get("rope_type", "default")
+    if kind != "default":
+        raise ValueError(
+            f"{key}: must be left out with {kind} positions; a checkpoint with scaled rotary "
+            "positions takes model.rope_parameters and model.max_position_embeddings"
+        )
+    theta = full["rope_theta"] * (length / trained) ** THETA_POWER
+    return keys | {"rope_parameters": {"rope_theta": float(f"{theta:.3g}")}}
 
 
 def _merge_rope(

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 
 import jax
 import ml_dtypes  # noqa: F401
@@ -191,6 +192,28 @@ def test_keys_that_a_training_config_may_set(llama):
     assert merge(read, ModelConfig(attention_dropout=0.1)).attention_dropout == 0.1
     with pytest.raises(ValueError, match=r"model.hidden_size=64.*determines it \(32\)"):
         merge(read, ModelConfig(hidden_size=64))
+
+
+def test_extend_to_sets_positions_and_theta(llama):
+    """By ProLong's rule."""
+    plain = dict(rope_type="default", rope_theta=5e5)
+    _, read = read_config(llama(rope_parameters=plain))
+    wanted = ModelConfig(name_or_path="it", extend_to=8 * 2048)
+    merged = merge(read, wanted)
+    assert merged.rope_parameters == plain | dict(rope_theta=8e6)
+    assert merged.max_position_embeddings == 8 * 2048 and merged.extend_to is None
+    with pytest.raises(ValueError, match="must exceed the 16384 positions"):
+        merge(merged, wanted)
+    with pytest.raises(ValueError, match="sets model.rope_parameters; leave one of them out"):
+        merge(read, replace(wanted, rope_parameters=plain | dict(rope_theta=1e6)))
+    yarn = merge(read, ModelConfig(rope_parameters={"rope_type": "yarn", "factor": 4.0}))
+    for other, kind in ((yarn, "yarn"), (replace(read, position_embedding="alibi"), "alibi")):
+        with pytest.raises(ValueError, match=f"must be left out with {kind} positions"):
+            merge(other, wanted)
+    learned = merge(replace(read, position_embedding="learned"), wanted)
+    assert learned.max_position_embeddings == 8 * 2048
+    with pytest.raises(ValueError, match="requires a checkpoint"):
+        ModelConfig(extend_to=100)
 
 
 def test_the_scaling_is_that_of_full_attention(tmp_path):

@@ -23,7 +23,7 @@ REFUSED = {
     "yarn without factor": "rope_type=yarn needs a factor",
 }
 # transformers has no other scaling in this family.
-PHI3 = ("theta", "theta, max", "longrope")
+PHI3 = ("theta", "theta, max", "extend_to", "longrope")
 
 
 def refusal(family: str, override: str) -> str | None:
