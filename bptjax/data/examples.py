@@ -13,6 +13,8 @@ FIELDS = "tokens", "labels"
 # Arrays that number documents or answers from 1, in an example and in a sequence; 0 is none.
 ANSWERS = "answers"
 NUMBERED = "segments", ANSWERS
+# Float32 factors on the loss of each token.
+WEIGHTS = "weights"
 
 
 def padding(name: str) -> int:

@@ -8,6 +8,7 @@ from bptjax.data.chat import FORMATS as CHATS
 from bptjax.data.config import DataConfig
 from bptjax.data.rows import OTHERS
 from bptjax.models.config import ModelConfig
+from bptjax.objectives.branches import NextTokenOfBranches
 from bptjax.objectives.classes import Classes
 from bptjax.objectives.dpo import DPO
 from bptjax.objectives.masked_tokens import MaskedTokens
@@ -20,7 +21,16 @@ from bptjax.parsing.flags import nearest
 AUTO = "auto"
 # `auto` takes the first objective that fits the model.
 OBJECTIVES: dict[str, Objective] = {
-    row.name: row for row in (NextToken(), MaskedTokens(), Classes(), DPO(), ORPO(), SimPO())
+    row.name: row
+    for row in (
+        NextToken(),
+        MaskedTokens(),
+        Classes(),
+        DPO(),
+        ORPO(),
+        SimPO(),
+        NextTokenOfBranches(),
+    )
 }
 
 RECORDS = {row.record.name: row.record for row in OBJECTIVES.values() if row.record}
@@ -36,8 +46,9 @@ class ObjectiveConfig:
       type: next_token trains decoders to predict the next token; masked_tokens trains encoders with
         masked_head to predict masked tokens; class trains encoders with classes to predict the
         class of a text or an image. dpo trains decoders on pairs of a better and a worse answer,
-        against a reference; orpo and simpo need no reference. auto takes next_token, masked_tokens
-        or class, by the model's head.
+        against a reference; orpo and simpo need no reference. branches trains decoders on
+        conversations with several continuations, which share their start. auto takes next_token,
+        masked_tokens or class, by the model's head.
       loss: loss of dpo: sigmoid, robust, hinge, ipo, sigmoid_norm or apo_zero.
       beta: factor on log-probabilities in dpo and simpo; larger values keep dpo closer to its
         reference. Weight of the odds ratio in orpo. 0.1; for simpo 2.

@@ -274,10 +274,9 @@ class Tiles:
     def allowed(self, i, j) -> Array | None:
         """Returns bool `[B or 1, q_chunk, k_chunk]`, False on padded keys; None if every pair is
         allowed."""
-        allowed = self.mask.allowed(
-            MaskFields(*(_at(x, i) for x in self.queries)),
-            MaskFields(*(_at(x, j) for x in self.keys)),
-        )
+        pairs = zip(self.queries, self.keys, strict=True)
+        fields = zip(*((_at(x, i), _at(y, j)) for x, y in pairs), strict=True)
+        allowed = self.mask.allowed(*map(MaskFields._make, fields))
         if self.S % self.k_chunk:
             inside = j * self.k_chunk + jnp.arange(self.k_chunk) < self.S
             inside = inside[None, None, :]

@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from bptjax.cost.flops import attended_pairs
 from bptjax.cost.hlo import check_float8_products
+from bptjax.data.examples import WEIGHTS
 from bptjax.models.feed_forward import Auxiliary
 from bptjax.models.feed_forwards import FEED_FORWARDS
 from bptjax.models.transformer import Transformer
@@ -396,6 +397,8 @@ def abstract_batch(spec: TrainSpec) -> Batch:
     shape = train.gradient_accumulation_steps, spec.micro_batch_size, T
     x = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=layout.sharding)
     batch = dict.fromkeys((*spec.encoding.fields, "segments", "positions"), x)
+    if WEIGHTS in batch:
+        batch[WEIGHTS] = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=layout.sharding)
     if width := _patch_width(spec):
         shape = *shape, width
         batch["tokens"] = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=layout.sharding)
@@ -420,7 +423,10 @@ def random_batch(spec: TrainSpec) -> Batch:
         shape = B, train.seq_len, width
         batch |= dict(tokens=rng.standard_normal(shape, np.float32))
     batch |= dict(segments=np.ones_like(positions))
-    batch = {name: np.zeros_like(positions) for name in spec.encoding.fields} | batch
+    batch |= dict(ends=np.full_like(positions, train.seq_len))
+    batch |= {WEIGHTS: np.ones(positions.shape, np.float32)}
+    own = *spec.encoding.fields, "segments", "positions"
+    batch = {name: batch.get(name, np.zeros_like(positions)) for name in own}
     return spec.layout.put(batch, train.gradient_accumulation_steps)
 
 
