@@ -46,7 +46,7 @@ class ObjectiveConfig:
       type: next_token trains decoders to predict the next token; masked_tokens trains encoders with
         masked_head to predict masked tokens; class trains encoders with classes to predict the
         class of a text or an image. dpo trains decoders on pairs of a better and a worse answer,
-        against a reference; orpo and simpo need no reference. branches trains decoders on
+        against a reference; orpo and simpo need no reference. branched trains decoders on
         conversations with several continuations, which share their start. auto takes next_token,
         masked_tokens or class, by the model's head.
       loss: loss of dpo: sigmoid, robust, hinge, ipo, sigmoid_norm or apo_zero.

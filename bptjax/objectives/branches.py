@@ -22,7 +22,7 @@ class NextTokenOfBranches(Objective):
     """The objective of records with branches. A token counts by the share of the branches that
     continue it, in the loss and in its divisor."""
 
-    name = "branches"
+    name = "branched"
     needs = "a decoder"
     record = BRANCHED
 

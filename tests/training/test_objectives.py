@@ -18,6 +18,8 @@ import bptjax
 from bptjax.cli.train import main
 from bptjax.config import Config, TrainConfig
 from bptjax.config_parser import parse
+from bptjax.data.branches import Branches
+from bptjax.data.chat import ANSWER, Chat
 from bptjax.data.config import DataConfig
 from bptjax.data.encoding import Encoding
 from bptjax.data.landmarks import Landmarks
@@ -62,6 +64,17 @@ PAIRS = [
     )
     for n in range(10)
 ]
+QUESTIONS = [
+    [
+        Chat(
+            ({"role": "user", "content": "q" * (1 + n % 4)}, {"role": ANSWER, "content": answer}),
+            f"record {n}",
+            form="bare",
+        )
+        for answer in ("abcde"[: 1 + n % 5], "xyzvw"[: 5 - n % 4])
+    ]
+    for n in range(10)
+]
 CASES = {
     "next_token": Case(ModelConfig(**SIZES), TEXTS),
     "masked_tokens": Case(
@@ -74,6 +87,9 @@ CASES = {
     "dpo": Case(ModelConfig(**SIZES), PAIRS),
     "orpo": Case(ModelConfig(**SIZES), PAIRS),
     "simpo": Case(ModelConfig(**SIZES), PAIRS),
+    "branched": Case(
+        ModelConfig(**SIZES), [Branches(each[0].where, tuple(each)) for each in QUESTIONS]
+    ),
 }
 
 
@@ -139,6 +155,22 @@ def assert_shapes_agree(case: Case, name: str):
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_layouts_agree(name):
     assert_layouts_agree(CASES[name], name)
+
+
+def test_branches_are_separate_records():
+    """The loss of records with two branches, its gradients and its divisor are half of the sums
+    over all branches as records of their own."""
+    model, documents = CASES["branched"].model, CASES["branched"].documents
+    chats = [chat for each in QUESTIONS for chat in each]
+    (found, gradients, count), (wanted, others, labels) = (
+        gradient_sums(spec, batches(spec, own, "best_fit", 16)[0])
+        for spec, own in ((make_spec(model, "branched"), documents), (make_spec(model), chats))
+    )
+    assert count == labels / 2
+    np.testing.assert_allclose(found.loss, wanted.loss / 2, rtol=1e-5)
+    for a, b in zip(jax.tree.leaves(gradients), jax.tree.leaves(others), strict=True):
+        a, b = np.asarray(a), np.asarray(b) / 2
+        assert np.linalg.norm(a - b) <= 1e-5 * np.linalg.norm(b)
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
