@@ -17,7 +17,7 @@ from bptjax.data.account import Account
 from bptjax.data.chat import Chat
 from bptjax.data.check import DataCheck
 from bptjax.data.config import DataConfig
-from bptjax.data.examples import Example, documents
+from bptjax.data.examples import Example
 from bptjax.data.files import Location
 from bptjax.data.images import ImageProcessor
 from bptjax.data.landmarks import ignored
@@ -195,10 +195,7 @@ def _print_record(
     for number, example in enumerate(examples, 1):
         of = f", example {number} of {len(examples)}" if len(examples) > 1 else ""
         console.rule(f"first record, as trained on{of}: {_count(example)}")
-        for own in documents(example):
-            if what := data.encoding.describe(own):
-                print(f"{what}: {_count(own)}")
-            console.print(_marked(own, data, shown, console), soft_wrap=True)
+        _print_parts(example, data, shown, console)
 
 
 def _shortened(text: str, shown: int) -> str:
@@ -235,10 +232,15 @@ def _print_sequence(
             continue
         document = {name: x[segments == segment] for name, x in sequence.items()}
         first, last = document["positions"][[0, -1]]
-        what = data.encoding.describe(document)
-        what = f"document {index + 1}, {what}" if what else f"document {index + 1}"
-        print(f"{what}, positions {first:,} to {last:,}: {_count(document)}")
-        console.print(_marked(document, data, config.shown_tokens, console), soft_wrap=True)
+        print(f"document {index + 1}, positions {first:,} to {last:,}: {_count(document)}")
+        _print_parts(document, data, config.shown_tokens, console)
+
+
+def _print_parts(example: Example, data: RunData, shown: int, console: Console) -> None:
+    for what, own in data.encoding.parts(example):
+        if what:
+            print(f"{what}: {_count(own)}")
+        console.print(_marked(own, data, shown, console), soft_wrap=True)
 
 
 def _count(example: Example) -> str:

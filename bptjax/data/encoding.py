@@ -58,7 +58,8 @@ class Encoding:
       text: returns the text of an example as tokens, and whether each token is in the loss.
       masking: makes the masking of sequences; None without masking.
       landmarks: landmarks of the documents, in a model with landmark attention.
-      describe: formats what a document of an example is, for previews; empty by default.
+      parts: returns the parts of an example, or of a document in a packed sequence, each with a
+        line about it, for previews; by default one part, and no line.
       references: log-probabilities of the answers, which each example gets if `fields` name them.
     """
 
@@ -68,7 +69,7 @@ class Encoding:
     text: Callable[[Example], tuple[np.ndarray, np.ndarray]] = next_tokens
     masking: Callable[[Tokenizer, DataConfig], Masking] | None = None
     landmarks: Landmarks | None = None
-    describe: Callable[[Example], str] = lambda document: ""
+    parts: Callable[[Example], list[tuple[str, Example]]] = lambda example: [("", example)]
     references: References = field(default_factory=References)
 
     def __post_init__(self):

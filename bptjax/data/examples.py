@@ -55,7 +55,7 @@ def documents(example: Example) -> list[Example]:
     own = example["segments"]
     return [
         {name: value[own == number] for name, value in example.items()}
-        for number in range(1, int(own.max(initial=0)) + 1)
+        for number in np.unique(own[own != 0])
     ]
 
 

@@ -16,9 +16,10 @@ from bptjax.data.chat import (
 )
 from bptjax.data.config import DataConfig
 from bptjax.data.encode import encode
-from bptjax.data.examples import ANSWERS, Example
+from bptjax.data.examples import ANSWERS, FIELDS, Example, documents
 from bptjax.data.rows import OTHERS, Compound, Document, RecordFormat
 from bptjax.data.tokenizer import Tokenizer
+from bptjax.data.trees import tree
 from bptjax.ops.labels import IGNORED
 
 # The fields of a pair, the better answer first.
@@ -135,10 +136,13 @@ def _text(messages: Sequence[Message]) -> str:
 
 
 def encode_preference(
-    document: Document, tokenizer: Tokenizer, config: DataConfig
+    document: Document, tokenizer: Tokenizer, config: DataConfig, *, shared: bool = False
 ) -> list[Example]:
     """Returns the example of a pair; see `side_by_side`. In each conversation, the messages of the
     assistant after the prompt count in the loss.
+
+    Args:
+      shared: lay the answers out as a `tree`, in which their prompt is there once.
 
     Raises:
       ValueError: the document is not a pair, or an answer has no token, or the tokens of both are
@@ -162,6 +166,10 @@ def encode_preference(
     numbers = pair[ANSWERS]
     if np.array_equal(pair["labels"][numbers == 1], pair["labels"][numbers == 2]):
         raise ValueError(f"{document.where}: {CHOSEN!r} and {REJECTED!r} must differ in a token")
+    if shared:
+        names = *FIELDS, ANSWERS
+        pair = tree([{name: own[name] for name in names} for own in documents(pair)])
+        del pair["leaves"]
     return [pair]
 
 
@@ -184,7 +192,7 @@ def side_by_side(answers: Sequence[Sequence[Example]]) -> Example:
       the answer, from 1, at each token whose label counts for it; else 0. Sums over the tokens with
       one number are sums over an answer, in any layout.
     """
-    documents = [(number, example) for number, own in enumerate(answers, 1) for example in own]
+    numbered = [(number, example) for number, own in enumerate(answers, 1) for example in own]
     parts = [
         example
         | {
@@ -192,13 +200,30 @@ def side_by_side(answers: Sequence[Sequence[Example]]) -> Example:
             "positions": np.arange(len(example["labels"]), dtype=np.int32),
             ANSWERS: np.where(example["labels"] == IGNORED, 0, number).astype(np.int32),
         }
-        for segment, (number, example) in enumerate(documents, 1)
+        for segment, (number, example) in enumerate(numbered, 1)
     ]
     return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
 
-def describe_document(document: Example) -> str:
-    """Formats which answer a document of `side_by_side` holds, and the length of its prompt."""
+def described_parts(example: Example) -> list[tuple[str, Example]]:
+    """Returns each answer of an example, or of a document in a packed sequence, after its prompt,
+    with a line about it: which answer it is, how long its prompt is, and how much is shared."""
+    if "ends" not in example:
+        return [(_describe(own), own) for own in documents(example)]
+    numbers, place = example[ANSWERS], np.arange(len(example["tokens"]))
+    # In a packed sequence, ends count from its first token.
+    ends = example["ends"] - (example["ends"].max() - len(place))
+    parts, shared = [], np.ones(len(place), bool)
+    for number in np.unique(numbers[numbers != 0]):
+        last = np.flatnonzero(numbers == number)[-1]
+        visible = (place <= last) & (last < ends)
+        parts.append({name: x[visible] for name, x in example.items()})
+        shared &= visible
+    text = f", {int(shared.sum()):,} of them shared"
+    return [(_describe(own) + text, own) for own in parts]
+
+
+def _describe(document: Example) -> str:
     numbers, in_loss = document[ANSWERS], document["labels"] != IGNORED
     name = (CHOSEN, REJECTED)[(int(numbers.max()) - 1) % 2]
     # Token i predicts token i + 1.

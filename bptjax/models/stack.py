@@ -297,7 +297,7 @@ def _layer_function(
     marks = tokens.marked, tokens.marked if k_marked is None else k_marked
     trees: dict[str, Any] = {}
     if tokens.ends is not None:
-        _check_trees(config)
+        check_trees(config)
         trees = dict(segments=None, ends=tokens.ends)
     tokens = tokens._replace(marked=None, ends=None)
 
@@ -377,7 +377,7 @@ def _layer_function(
     return apply
 
 
-def _check_trees(config: ModelConfig) -> None:
+def check_trees(config: ModelConfig) -> None:
     """Checks that all layers can read trees of tokens.
 
     Raises:

@@ -56,6 +56,8 @@ class ObjectiveConfig:
         and sigmoid_norm of dpo.
       sft_weight: weight of the negative log-likelihood of the better answer, per token, in dpo and
         simpo.
+      share_prompt: keep one copy of the prompt of a pair for both answers, in preference losses of
+        models whose layers all have attention.
       gamma: margin between the answers in simpo.
       reference: source of the reference's log-probabilities. adapters_off runs the model without
         adapters on each batch; cached scores all pairs once before training; auto takes the former
@@ -67,6 +69,7 @@ class ObjectiveConfig:
     beta: float | None = None
     label_smoothing: float | None = None
     sft_weight: float | None = None
+    share_prompt: bool | None = None
     gamma: float | None = None
     reference: str | None = None
 

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar
 
 import jax
@@ -12,8 +13,9 @@ from jaxtyping import Bool, Float
 
 from bptjax.data.encoding import Encoding
 from bptjax.data.examples import ANSWERS, FIELDS
-from bptjax.data.preferences import PREFERENCE, describe_document, encode_preference
+from bptjax.data.preferences import PREFERENCE, described_parts, encode_preference
 from bptjax.models.config import ModelConfig
+from bptjax.models.stack import check_trees
 from bptjax.objectives.answers import score_answers
 from bptjax.objectives.cross_entropy import ForwardPass, Losses
 from bptjax.objectives.objective import Objective
@@ -54,6 +56,7 @@ class Preferences(Objective):
     learning_rates = 1e-6, 1e-5
 
     beta: float = 0.1
+    share_prompt: bool = False
 
     # Values that keys of other groups may have.
     ALLOWED: ClassVar[dict[str, tuple[Any, ...]]] = {
@@ -70,9 +73,12 @@ class Preferences(Objective):
         return model.causal
 
     def describe(self) -> str:
-        return f"{self.name}, beta {self.beta:g}"
+        text = f"{self.name}, beta {self.beta:g}"
+        return text + ", one copy of each prompt" * self.share_prompt
 
     def check(self, model: ModelConfig, keys: Mapping[str, Any]) -> None:
+        if self.share_prompt:
+            check_trees(model)
         for key, values in self.ALLOWED.items():
             if keys[key] not in values:
                 known = " or ".join(str(x).lower() for x in values)
@@ -83,9 +89,9 @@ class Preferences(Objective):
     def encoding(self, model: ModelConfig) -> Encoding:
         return replace(
             super().encoding(model),
-            encode=encode_preference,
-            fields=(*FIELDS, ANSWERS),
-            describe=describe_document,
+            encode=partial(encode_preference, shared=self.share_prompt),
+            fields=(*FIELDS, ANSWERS, *["ends"] * self.share_prompt),
+            parts=described_parts,
         )
 
     def count(self, batch: Mapping[str, Array]) -> Array:

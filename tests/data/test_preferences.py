@@ -14,7 +14,7 @@ from bptjax.data.marked import next_tokens
 from bptjax.data.packing import Packer
 from bptjax.data.preferences import (
     PREFERENCE,
-    describe_document,
+    described_parts,
     encode_preference,
     read_preference,
 )
@@ -37,13 +37,13 @@ def texts(row, tokenizer=BYTE):
     document = read_preference(row, "text", "here")
     (example,) = encode_preference(document, tokenizer, DataConfig())
     found = []
-    for own in documents(example):
+    for what, own in described_parts(example):
         ids, in_loss = next_tokens(own)
         first = int(in_loss.argmax())
         assert in_loss[first:].all()
         found.append(tuple(map(tokenizer.decode, (ids[:first], ids[first:]))))
-        assert describe_document(own).endswith(f"after a prompt of {first} tokens")
-    assert [describe_document(x).split()[0] for x in documents(example)] == ["chosen", "rejected"]
+        assert what.endswith(f"after a prompt of {first} tokens")
+    assert [what.split()[0] for what, _ in described_parts(example)] == ["chosen", "rejected"]
     return found
 
 
@@ -122,8 +122,8 @@ def test_a_token_across_the_end_of_the_prompt_counts():
     first, second = documents(example)
     assert first["labels"][first["labels"] != IGNORED].tolist() == [200, BYTE.eos_id]
     assert second["labels"][second["labels"] != IGNORED].tolist() == [51, 51, BYTE.eos_id]
-    assert describe_document(first).endswith("prompt of 4 tokens")
-    assert describe_document(second).endswith("prompt of 5 tokens")
+    whats = [what for what, _ in described_parts(example)]
+    assert [what.split()[-2] for what in whats] == ["4", "5"]
 
 
 @pytest.mark.parametrize(
@@ -208,6 +208,25 @@ def test_numbers_go_on_within_a_sequence():
     row = sequence([example, example], 64)
     assert [*dict.fromkeys(row["segments"].tolist())] == [1, 2, 3, 4, 0]
     assert [*dict.fromkeys(row["answers"].tolist())] == [0, 1, 2, 3, 4]
+
+
+def test_answers_share_their_prompt():
+    """Of a row of two pairs, the parts are the answers after their prompts."""
+    document = read_preference(SHORT, "text", "here")
+    apart, together = (
+        encode_preference(document, BYTE, DataConfig(), shared=shared)[0]
+        for shared in (False, True)
+    )
+    # The last token of the prompt begins each answer.
+    assert len(apart["tokens"]) - len(together["tokens"]) == len("</s>1+1=") - len("</s>") + 1 - 1
+    row = sequence([together, together], 64)
+    wanted = [
+        {name: own[name].tolist() for name in ("tokens", "labels")} for own in documents(apart)
+    ]
+    for own in documents(row):
+        parts = described_parts(own)
+        assert [{name: x[name].tolist() for name in wanted[0]} for _, x in parts] == wanted
+        assert all(what.endswith("of 5 tokens, 4 of them shared") for what, _ in parts)
 
 
 def test_truncation_is_refused():

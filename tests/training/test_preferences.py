@@ -195,6 +195,11 @@ def oracle(spec, state, formula, sft_weight=0.0):
     [
         ({}, lambda x, n: -jax.nn.log_sigmoid(BETA * (x[:, 0] - x[:, 1]))),
         pytest.param(
+            dict(share_prompt=True),
+            lambda x, n: -jax.nn.log_sigmoid(BETA * (x[:, 0] - x[:, 1])),
+            marks=pytest.mark.thorough,
+        ),
+        pytest.param(
             dict(loss="ipo", sft_weight=0.5),
             lambda x, n: (x[:, 0] / n[:, 0] - x[:, 1] / n[:, 1] - 5) ** 2,
             marks=pytest.mark.thorough,
@@ -223,19 +228,21 @@ def test_equals_separate_rows(objective, formula):
 MESHES = [dict(sp=2, fsdp=2), dict(sp=4, tp=2), dict(fsdp=4, tp=2), dict(dp=2, sp=2, tp=2)]
 
 
-@pytest.mark.parametrize("packing", ["none", "concat"])
+@pytest.mark.parametrize("packing", ["none", "concat", "shared"])
 def test_the_first_loss_is_ln_2(packing):
-    spec = lora_spec()
+    spec = lora_spec(dict(share_prompt=packing == "shared"))
+    packing = "best_fit" if packing == "shared" else packing
     (batch,) = batches(spec, PAIRS, packing, 16)
     sums, _, count = gradient_sums(spec, batch)
     assert abs(float(sums.loss) / int(count) - math.log(2)) < 1e-6
 
 
 @pytest.mark.thorough
+@pytest.mark.parametrize("shared", [False, True], ids=["apart", "shared"])
 @pytest.mark.parametrize("axes", MESHES, ids=str)
-def test_meshes(axes):
+def test_meshes(axes, shared):
     """The first loss is ln 2; later losses and gradients are those of one device."""
-    one, parallel = lora_spec(), ParallelConfig(**axes)
+    one, parallel = lora_spec(dict(share_prompt=shared)), ParallelConfig(**axes)
     mesh = make_mesh(parallel, jax.devices()[: math.prod(axes.values())])
     spec = replace(one, config=replace(one.config, parallel=parallel), mesh=mesh)
     (batch,) = batches(one, PAIRS, "best_fit", 16)
