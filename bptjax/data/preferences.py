@@ -154,11 +154,11 @@ def encode_preference(
     answers = [encode(chat, tokenizer, **options) for chat in document.chats]
     if document.joined:
         (first,), (second,) = answers
-        shared = shared_tokens(first["tokens"], second["tokens"])
+        alike = shared_tokens(first["tokens"], second["tokens"])
         for own in (first, second):
             # Token i predicts token i + 1, the first in which the texts may differ.
             own["labels"] = own["labels"].copy()
-            own["labels"][: shared - 1] = IGNORED
+            own["labels"][: alike - 1] = IGNORED
     for name, own in zip((CHOSEN, REJECTED), answers, strict=True):
         if not any((each["labels"] != IGNORED).any() for each in own):
             raise ValueError(f"{document.where}: {name!r} must have a token that is not a prompt's")
