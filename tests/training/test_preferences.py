@@ -12,6 +12,7 @@ import pytest
 
 from bptjax.cli.train import main
 from bptjax.models.config import ModelConfig
+from bptjax.objectives import ObjectiveConfig
 from bptjax.objectives.dpo import DPO, LOSSES
 from bptjax.objectives.orpo import ORPO
 from bptjax.objectives.preferences import Pairs
@@ -263,22 +264,13 @@ def test_memory_of_a_step():
     def temporaries(objective):
         spec = lora_spec(model=big)
         train = replace(spec.config.train, seq_len=4096, per_device_train_batch_size=1)
-        own = replace(spec.config.objective, **objective)
-        config = replace(spec.config, train=train, objective=own)
+        config = replace(spec.config, train=train, objective=objective or spec.config.objective)
         spec = replace(spec, config=config)
         with jax.set_mesh(spec.mesh):
             compiled = compile_step(spec, initial_state(spec), random_batch(spec))
         return compiled.memory_analysis().temp_size_in_bytes
 
-    nothing = dict(
-        type="next_token",
-        loss=None,
-        beta=None,
-        label_smoothing=None,
-        sft_weight=None,
-        reference=None,
-    )
-    dpo, sft = temporaries({}), temporaries(nothing)
+    dpo, sft = temporaries(None), temporaries(ObjectiveConfig(type="next_token"))
     assert dpo <= 1.05 * sft, (dpo, sft)
 
 
