@@ -181,6 +181,7 @@ def test_grouped_sequences_resume_exactly(base, tmp_path, monkeypatch):
     more = {
         "data.packing": "none",
         "data.group_by_length": True,
+        "data.eval_fraction": 0.1,
         "train.seq_len": 16,
         "train.max_steps": 8,
         "optimizer.warmup_steps": 2,

@@ -84,7 +84,8 @@ def test_transformers_rotates_alike(family, override, tmp_path):
     pytest.importorskip("torch")
     name, directory = family
     _, read = read_config(directory)
-    raw, wanted = read_json(directory / "config.json"), ModelConfig(**OVERRIDES[override])
+    raw = read_json(directory / "config.json")
+    wanted = ModelConfig(name_or_path=str(directory), **OVERRIDES[override])
     if message := refusal(name, override):
         with pytest.raises(ValueError, match=message):
             now = merge(read, wanted)
