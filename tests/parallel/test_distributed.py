@@ -118,7 +118,7 @@ def children(process):
 
 def ends(processes):
     """Their exit codes, what they said on stdout, and the lines of stderr that tell an error."""
-    said = [process.communicate(timeout=120) for process in processes]
+    said = [process.communicate(timeout=300) for process in processes]
     errors = [[x for x in err.splitlines() if x.startswith("error")] for _, err in said]
     return [process.returncode for process in processes], [out for out, _ in said], errors
 
