@@ -1,6 +1,7 @@
 """Multi-process runs: initialization, detection of lost peers, shutdown, exchange of values."""
 
 import errno
+import ipaddress
 import json
 import os
 import shutil
@@ -13,12 +14,17 @@ import traceback
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import jax
 import numpy as np
+from jax._src import distributed as jax_distributed
+from jax._src import xla_bridge
 from jax.experimental import multihost_utils
+from jax.extend.backend import register_backend_factory
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxlib import _jax
 
 from bptjax.parallel.launch import ProcessInfo, find_process, is_loopback
 from bptjax.parallel.mesh import ParallelConfig
@@ -35,6 +41,8 @@ HEARTBEAT_TIMEOUT_S = 60
 REPORT_TIMEOUT_S = 5
 # Seconds that a failed process may wait for its peers during clean-up.
 CLEANUP_TIMEOUT_S = 30
+# Key of process 0's address for Gloo in JAX's coordination service.
+GLOO_ADDRESS = "bptjax/gloo_address"
 # Maximum simultaneous connections to process 0 that have not yet proved knowledge of the secret.
 MAX_PENDING = 64
 # Maximum bytes of a socket path on Linux.
@@ -44,6 +52,8 @@ MAX_SOCKET_PATH = 107
 _initialized = threading.Event()
 # Directory of this process's sockets, until all processes are connected.
 _private: list[str] = []
+# Addresses of this process at the connections between the coordinator and the others.
+_addresses: list[str] = []
 _peer_lost = threading.Event()
 
 
@@ -106,6 +116,33 @@ def initialize(config: ParallelConfig) -> None:
     timer.cancel()
     _initialized.set()
     _remove_private()  # All are connected.
+    _set_gloo_address(process)
+
+
+def gloo_address() -> str | None:
+    """Returns the address of this process for collectives of CPUs; None for a process alone."""
+    return _addresses[-1] if _addresses else None
+
+
+def _set_gloo_address(process: ProcessInfo) -> None:
+    """Makes Gloo, JAX's collectives of CPUs, listen on the address at which this process is
+    connected to the coordinator, or to the other processes. Call it before a JAX backend starts.
+
+    By itself, Gloo takes the address of the host's name. On Debian and in many containers it is a
+    loopback address, which other hosts cannot reach.
+    """
+    if jax.config.values["jax_cpu_collectives_implementation"] != "gloo":
+        return
+    client = jax_distributed.global_state.client
+    address = next((x for x in _addresses if not is_loopback(x)), _addresses[0])
+    if process.index == 0:
+        client.key_value_set(GLOO_ADDRESS, address)
+    elif is_loopback(address):  # On the host of process 0.
+        address = client.blocking_key_value_get(GLOO_ADDRESS, 1000 * INIT_TIMEOUT_S)
+    _addresses.append(address)
+    collectives = _jax.make_gloo_tcp_collectives(client, hostname=address)
+    factory = partial(xla_bridge.make_cpu_client, collectives)
+    register_backend_factory("cpu", factory, priority=0, fail_quietly=False)
 
 
 def _start_relay(process: ProcessInfo, path: str) -> str:
@@ -142,6 +179,7 @@ def _start_relay(process: ProcessInfo, path: str) -> str:
         if process.index == 0:
             if not demand_proof(client, secret):
                 return None
+            _addresses.append(_own_address(client))
             server = socket.socket(socket.AF_UNIX)
             server.connect(path)
             return server
@@ -154,6 +192,7 @@ def _start_relay(process: ProcessInfo, path: str) -> str:
                 f"this process; set {VARIABLE} to the same text in all processes"
             )
             _exit_with(ValueError(text), 2)
+        _addresses.append(_own_address(server))
         return server
 
     # Unknown clients may open many connections and send nothing.
@@ -176,6 +215,11 @@ def _start_relay(process: ProcessInfo, path: str) -> str:
     for listener in listeners:
         threading.Thread(target=accept, args=(listener,), daemon=True).start()
     return f"unix:{path}"
+
+
+def _own_address(connection: socket.socket) -> str:
+    address = ipaddress.ip_address(connection.getsockname()[0])
+    return str(getattr(address, "ipv4_mapped", None) or address)
 
 
 def listen(host: str, port: int) -> list[socket.socket]:
