@@ -33,9 +33,14 @@ from bptjax.run.heartbeat import record_error
 
 # Seconds within which all processes must connect.
 INIT_TIMEOUT_S = 300
-# Seconds without a heartbeat until JAX ends all processes. Only matters for hosts that vanish: the
-# end of a process is noticed at once.
-HEARTBEAT_TIMEOUT_S = 60
+# Seconds without an answer from a host until this process ends. Shorter losses of the network do no
+# harm.
+SILENCE_S = 40
+# Seconds between probes of an idle connection to another host.
+PROBE_S = 10
+# Seconds without a heartbeat until JAX aborts all processes in C++. The relays notice the end of a
+# process at once, and a silent host after `SILENCE_S`.
+HEARTBEAT_TIMEOUT_S = 3600
 # Seconds that a process has to report a lost peer, or a failure of all processes, before it is
 # killed.
 REPORT_TIMEOUT_S = 5
@@ -45,6 +50,8 @@ CLEANUP_TIMEOUT_S = 30
 GLOO_ADDRESS = "bptjax/gloo_address"
 # Maximum simultaneous connections to process 0 that have not yet proved knowledge of the secret.
 MAX_PENDING = 64
+# Errors of a connection to a host that no longer answers.
+UNREACHABLE = errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH
 # Maximum bytes of a socket path on Linux.
 MAX_SOCKET_PATH = 107
 
@@ -55,15 +62,24 @@ _private: list[str] = []
 # Addresses of this process at the connections between the coordinator and the others.
 _addresses: list[str] = []
 _peer_lost = threading.Event()
+# Hosts that no longer answer.
+_silent: list[str] = []
 
 
 class PeerLost(RuntimeError):
-    """Another process of the run has ended unexpectedly."""
+    """Another process of the run has ended unexpectedly, or its host no longer answers."""
 
     def __init__(self):
+        why = "another process of this run has ended, and its output says why"
+        if _silent:
+            hosts = " and ".join(sorted(set(_silent)))
+            why = (
+                f"no answer from {hosts} for {SILENCE_S} s; check that the host runs and the "
+                "network connects it"
+            )
         super().__init__(
-            "a peer process is lost: another process of this run has ended, and its output says "
-            "why; start all processes again to resume from the last checkpoint"
+            f"a peer process is lost: {why}; start all processes again to resume from the last "
+            "checkpoint"
         )
 
 
@@ -179,7 +195,7 @@ def _start_relay(process: ProcessInfo, path: str) -> str:
         if process.index == 0:
             if not demand_proof(client, secret):
                 return None
-            _addresses.append(_own_address(client))
+            _addresses.append(_parse_address(client.getsockname()))
             server = socket.socket(socket.AF_UNIX)
             server.connect(path)
             return server
@@ -192,7 +208,7 @@ def _start_relay(process: ProcessInfo, path: str) -> str:
                 f"this process; set {VARIABLE} to the same text in all processes"
             )
             _exit_with(ValueError(text), 2)
-        _addresses.append(_own_address(server))
+        _addresses.append(_parse_address(server.getsockname()))
         return server
 
     # Unknown clients may open many connections and send nothing.
@@ -217,8 +233,9 @@ def _start_relay(process: ProcessInfo, path: str) -> str:
     return f"unix:{path}"
 
 
-def _own_address(connection: socket.socket) -> str:
-    address = ipaddress.ip_address(connection.getsockname()[0])
+def _parse_address(name: tuple[Any, ...]) -> str:
+    """Returns the address in a socket's name, an IPv4 address also if the socket has IPv6."""
+    address = ipaddress.ip_address(name[0])
     return str(getattr(address, "ipv4_mapped", None) or address)
 
 
@@ -266,16 +283,36 @@ def _serve(
     if server is None:
         return client.close()
     server.settimeout(None)
-    threading.Thread(target=_pump, args=(server, client, member), daemon=True).start()
-    _pump(client, server, member)
+    remote = client if client.family != socket.AF_UNIX else server
+    _detect_silence(remote)
+    peer = _parse_address(remote.getpeername())
+    threading.Thread(target=_pump, args=(server, client, member, peer), daemon=True).start()
+    _pump(client, server, member, peer)
 
 
-def _pump(source: socket.socket, sink: socket.socket, member: bool) -> None:
+def _detect_silence(connection: socket.socket) -> None:
+    """Makes a connection fail if the other host does not answer for `SILENCE_S`."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    if sys.platform == "linux":
+        tcp = socket.IPPROTO_TCP
+        connection.setsockopt(tcp, socket.TCP_KEEPIDLE, PROBE_S)
+        connection.setsockopt(tcp, socket.TCP_KEEPINTVL, PROBE_S)
+        connection.setsockopt(tcp, socket.TCP_KEEPCNT, SILENCE_S // PROBE_S)
+        connection.setsockopt(tcp, socket.TCP_USER_TIMEOUT, 1000 * SILENCE_S)
+
+
+def _pump(source: socket.socket, sink: socket.socket, member: bool, peer: str) -> None:
+    """Forwards data, and ends this process if a member of the run is lost.
+
+    Args:
+      peer: address of the other host.
+    """
     try:
         while data := source.recv(1 << 16):
             sink.sendall(data)
-    except OSError:
-        pass
+    except OSError as error:
+        if error.errno in UNREACHABLE:
+            _silent.append(peer)
     if member and _initialized.is_set():
         _peer_lost.set()
         time.sleep(REPORT_TIMEOUT_S)
