@@ -135,11 +135,6 @@ def initialize(config: ParallelConfig) -> None:
     _set_gloo_address(process)
 
 
-def gloo_address() -> str | None:
-    """Returns the address of this process for collectives of CPUs; None for a process alone."""
-    return _addresses[-1] if _addresses else None
-
-
 def _set_gloo_address(process: ProcessInfo) -> None:
     """Makes Gloo, JAX's collectives of CPUs, listen on the address at which this process is
     connected to the coordinator, or to the other processes. Call it before a JAX backend starts.
@@ -149,13 +144,12 @@ def _set_gloo_address(process: ProcessInfo) -> None:
     """
     if jax.config.values["jax_cpu_collectives_implementation"] != "gloo":
         return
-    client = jax_distributed.global_state.client
+    client: Any = jax_distributed.global_state.client
     address = next((x for x in _addresses if not is_loopback(x)), _addresses[0])
     if process.index == 0:
         client.key_value_set(GLOO_ADDRESS, address)
     elif is_loopback(address):  # On the host of process 0.
         address = client.blocking_key_value_get(GLOO_ADDRESS, 1000 * INIT_TIMEOUT_S)
-    _addresses.append(address)
     collectives = _jax.make_gloo_tcp_collectives(client, hostname=address)
     factory = partial(xla_bridge.make_cpu_client, collectives)
     register_backend_factory("cpu", factory, priority=0, fail_quietly=False)

@@ -12,6 +12,9 @@ VARIABLES = {
     "num_processes": ("JAX_NUM_PROCESSES", "WORLD_SIZE", "OMPI_COMM_WORLD_SIZE"),
     "process_id": ("JAX_PROCESS_ID", "RANK", "OMPI_COMM_WORLD_RANK"),
 }
+# Index of a pod in an indexed Job of Kubernetes. The index alone does not make a pod a process of a
+# run: the Job may be an array of separate runs.
+POD = "JOB_COMPLETION_INDEX"
 # Number of processes on this host, and the index of this process among them.
 ON_HOST = {
     "LOCAL_WORLD_SIZE": "LOCAL_RANK",
@@ -40,7 +43,8 @@ def find_process(config: ParallelConfig, environment: Mapping[str, str]) -> Proc
     """Returns the identity of this process, or None if it is the only one.
 
     The config has precedence, then JAX_COORDINATOR_ADDRESS and related variables, then MASTER_ADDR
-    and related variables (torchrun), then JAX's detection of Slurm and Open MPI.
+    and related variables (torchrun), then JAX's detection of Slurm and Open MPI. In an indexed Job
+    of Kubernetes, the index is that of the pod.
 
     Raises:
       ValueError: a value is missing, not a number or out of range; a loopback address as
@@ -51,6 +55,8 @@ def find_process(config: ParallelConfig, environment: Mapping[str, str]) -> Proc
         address = "{MASTER_ADDR}:{MASTER_PORT}".format_map(environment)
     address = config.coordinator or address
     count, index = (_number(config, name, environment) for name in VARIABLES)
+    if index is None and None not in (address, count) and POD in environment:
+        index = _integer(POD, environment, 0)
     local: Sequence[int] | None = None
     if devices := environment.get("JAX_LOCAL_DEVICE_IDS"):
         try:

@@ -33,6 +33,7 @@ OPEN_MPI_5 = {
     "OMPI_COMM_WORLD_RANK": "0",
     "OMPI_COMM_WORLD_LOCAL_RANK": "0",
 }
+KUBERNETES = {"JOB_COMPLETION_INDEX": "1"}
 CONFIG = ParallelConfig(coordinator="node9:1", num_processes=3, process_id=2)
 PROCESSES = {
     "alone": (ParallelConfig(), {}, None),
@@ -55,6 +56,12 @@ PROCESSES = {
         ProcessInfo("node1:5", 8, 5, [0, 1]),
     ),
     "Open MPI": (ParallelConfig(), OPEN_MPI, ProcessInfo("10.96.0.1:61442", 4, 2, [0])),
+    "indexed Job": (
+        ParallelConfig(),
+        KUBERNETES | {"JAX_COORDINATOR_ADDRESS": "run-0.run:99", "JAX_NUM_PROCESSES": "2"},
+        ProcessInfo("run-0.run:99", 2, 1, None),
+    ),
+    "array of runs in an indexed Job": (ParallelConfig(), KUBERNETES, None),
     "loopback on one host": (
         ParallelConfig(),
         TORCHRUN | {"MASTER_ADDR": "127.0.0.1", "LOCAL_WORLD_SIZE": "4", "LOCAL_RANK": "3"},
