@@ -50,7 +50,9 @@ def run(args: Namespace) -> int:
 
 def _check(args: Namespace) -> None:
     if not any(kind.asked(args) for kind in EVALUATIONS.values()):
-        raise ValueError("--data (held-out loss) or --tasks (use of the context) must be given")
+        raise ValueError(
+            "--data (held-out loss), --tasks (use of the context) or --lm_eval must be given"
+        )
     task_names(args.tasks, "--tasks")
     if bool(args.tasks) != bool(args.lengths):
         raise ValueError("--tasks and --lengths: must be given together")
@@ -64,6 +66,8 @@ def _check(args: Namespace) -> None:
         for name in ("format", "fields", "seq_len", "batches"):
             if getattr(args, name) is not None:
                 raise ValueError(f"--{name}: must not be given with --length, which reads text")
+    if args.num_fewshot is not None and args.num_fewshot < 0:
+        raise ValueError(f"--num_fewshot={args.num_fewshot}: must not be negative")
     if args.length is not None and args.buckets >= args.length:
         raise ValueError(f"--buckets={args.buckets}: must be less than --length={args.length}")
     if args.short_context is not None and args.short_context >= (args.length or 0):

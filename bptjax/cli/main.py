@@ -178,10 +178,11 @@ def evaluate() -> Parser:
     """Returns the flags of `bptjax evaluate`."""
     parser = Parser(
         prog="bptjax evaluate",
-        usage="%(prog)s --model MODEL [--data PATH] [--tasks NAME ...]",
+        usage="%(prog)s --model MODEL [--data PATH] [--tasks NAME ...] [--lm_eval TASK ...]",
         description="Measures the loss of a model on --data, as the evaluations of a run do, or "
-        "with --length its perplexity by position in long text; and by --tasks whether it uses its "
-        "context in prompts of --lengths tokens. Prints tables and writes JSON and plots.",
+        "with --length its perplexity by position in long text; by --tasks whether it uses its "
+        "context in prompts of --lengths tokens; and by --lm_eval its scores in tasks of "
+        "lm-evaluation-harness. Prints tables and writes JSON and plots.",
     )
     _model_flags(parser)
     add = parser.add_argument_group("data").add_argument
@@ -193,7 +194,8 @@ def evaluate() -> Parser:
     add("--format", help="data.format. If not set, that of the run, or auto.")
     fields = "data.fields, such as '{prompt: question, answer: meta.response}'"
     add("--fields", type=_fields, metavar="FIELDS", help=fields)
-    length = "tokens per sequence. If not set, train.seq_len of the run, or up to 4096."
+    length = "tokens per sequence. If not set, train.seq_len of the run, or up to 4096; with "
+    length += "--lm_eval the positions of the model."
     add("--seq_len", type=int, help=length)
     batches = "largest number of batches, a sample of the data. If not set, all data."
     add("--batches", type=int, help=batches)
@@ -211,6 +213,12 @@ def evaluate() -> Parser:
     add("--samples", type=int, default=25, help="number of prompts for each task and length")
     haystack = "files of text or records to hide facts in, instead of made sentences"
     add("--haystack", nargs="+", default=[], metavar="FILES", help=haystack)
+    add = parser.add_argument_group("lm-evaluation-harness").add_argument
+    tasks = 'its tasks, patterns such as mmlu_*, or YAML files; needs pip install -e ".[eval]"'
+    add("--lm_eval", nargs="+", default=[], metavar="TASK", help=tasks)
+    shots = "examples in each prompt. If not set, the number of the task."
+    add("--num_fewshot", type=int, help=shots)
+    add = parser.add_argument_group("prompts").add_argument
     plain = "prompts without the tokenizer's chat template"
     add("--no_chat", action="store_true", help=plain)
     save = "write prompts, answers and references to OUT/prompts"

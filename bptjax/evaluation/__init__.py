@@ -2,6 +2,7 @@
 
 from bptjax.evaluation.context import ContextTasks
 from bptjax.evaluation.held_out import HeldOut
+from bptjax.evaluation.lm_eval import LmEval
 from bptjax.evaluation.perplexity import Perplexity
 from bptjax.evaluation.protocol import Evaluation
 
@@ -10,4 +11,5 @@ EVALUATIONS: dict[str, type[Evaluation]] = {
     "held_out": HeldOut,
     "perplexity": Perplexity,
     "tasks": ContextTasks,
+    "lm_eval": LmEval,
 }
