@@ -94,11 +94,8 @@ class LmEval:
     def check(self, tokenizer: Tokenizer) -> None:
         self.chat = tokenizer.chat_template is not None and not self.args.no_chat
         if self.chat:
-            print(
-                "\n".join(
-                    ("prompts are in the chat template", *describe_clock_and_chance(tokenizer))
-                )
-            )
+            lines = "prompts are in the chat template", *describe_clock_and_chance(tokenizer)
+            print("\n".join(lines))
         if tokenizer.eos_id is None and not tokenizer.special_tokens.get("bos_token"):
             raise ValueError("--lm_eval: the tokenizer must have a BOS or EOS token")
 
@@ -138,10 +135,11 @@ class LmEval:
         shown = Table(title="Scores of lm-evaluation-harness")
         for name in ("task", "metric", "filter"):
             shown.add_column(name, overflow="fold")
-        for name in ("value", "standard error", "examples in the prompt", "samples"):
+        for name in ("score", "examples", "samples"):
             shown.add_column(name, justify="right")
         for row in rows:
-            error = "" if row["stderr"] is None else f"{row['stderr']:.4f}"
-            cells = row["task"], row["metric"], row["filter"], f"{row['value']:.4f}", error
-            shown.add_row(*cells, *(f"{row[name]}" for name in ("num_fewshot", "samples")))
+            error = "" if row["stderr"] is None else f" ± {row['stderr']:.4f}"
+            cells = row["task"], row["metric"], row["filter"], f"{row['value']:.4f}{error}"
+            counts = (row[name] for name in ("num_fewshot", "samples"))
+            shown.add_row(*cells, *("" if n is None else f"{n:,}" for n in counts))
         return shown

@@ -46,8 +46,12 @@ class Served:
     ):
         super().__init__()
         self.model, self.text, self.max_length = model, tokenizer, max_length
-        self.tokenizer_name, self._seed = name, seed
+        self._name, self._seed = name, seed
         self._dtype = jnp.dtype(model.head_matrix.dtype)
+
+    @property
+    def tokenizer_name(self) -> str:
+        return self._name
 
     @property
     def eot_token_id(self) -> int | None:
