@@ -4,9 +4,9 @@ python scripts/lm_eval_backends.py MODEL --out scripts/results/lm_eval_cpu.json
 
 Needs torch and `pip install "lm_eval[hf]"`. MODEL is a Hugging Face directory. The tasks are made
 here: multiple choice, answers up to a stop string, and log-likelihoods of whole modules of Python's
-standard library, in windows of 256 tokens. Each row is a task with and without the chat template:
-scores of both backends (`theirs` is that of transformers), the largest relative difference of a log-likelihood, and the share of equal
-answers and of equal greedy flags.
+standard library, in windows of 256 tokens. Each row is a task with or without the chat template:
+the scores of both backends (`theirs` is that of transformers), the largest relative difference of a
+log-likelihood, and the shares of equal answers and of equal greedy flags.
 """
 
 import argparse

@@ -105,10 +105,10 @@ def test_command_line(tmp_path, capsys, model, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ([], "--data .held-out loss. or --tasks"),
+        ([], "--data .held-out loss., --tasks .use of the context. or --lm_eval"),
         (["--tasks", "none", "--lengths", "500"], "--tasks=none: must be all or one of passkey, n"),
         (["--tasks", "all"], "--tasks and --lengths: must be given together"),
-        (["--lengths", "500"], "--data .held-out loss. or --tasks"),
+        (["--lengths", "500"], "--data .held-out loss., --tasks .*must be given"),
         (["--passkey-lengths", "500"], "evaluate has --tasks passkey --lengths N --samples N"),
         (["--tasks=all", "--lengths=500", "--haystack", "/nowhere"], "/nowhere"),
         (["--data", "/nowhere"], "/nowhere"),
@@ -126,6 +126,7 @@ def test_command_line(tmp_path, capsys, model, monkeypatch):
             r"--length=9+: must be in \[2, 16777216",
         ),
         (["--tasks=all", "--lengths", "9" * 30], r"--lengths=9+: must be in \[1, 16777216"),
+        (["--lm_eval=x", "--num_fewshot=-1"], "--num_fewshot=-1: must not be negative"),
         (["--data", "python-stdlib", "--samples", "0"], r"--samples=0: must be in \[1, 16777216"),
     ],
 )
