@@ -20,6 +20,7 @@ import jax
 
 from bptjax.evaluation.lm_eval import load_tasks, task_rows
 from bptjax.evaluation.served import serve
+from bptjax.models.decoder import Decoder
 from bptjax.weights.loading import load
 
 WINDOW = 256
@@ -116,7 +117,7 @@ def main() -> None:
     from lm_eval.models.huggingface import HFLM
 
     model, tokenizer, _ = load(args.model, dtype="float32", device="cpu")
-    assert tokenizer is not None
+    assert tokenizer is not None and isinstance(model, Decoder)
     backends = [
         serve(model, tokenizer, max_length=WINDOW, name=args.model),
         HFLM(args.model, dtype="float32", device="cpu", max_length=WINDOW, batch_size=4),
@@ -136,7 +137,9 @@ def main() -> None:
                 for results in (ours, theirs)
             ]
             for name in TASKS:
-                row = dict(task=name, model=Path(args.model).name, chat=chat, dtype="float32")
+                row: dict[str, Any] = dict(
+                    task=name, model=Path(args.model).name, chat=chat, dtype="float32"
+                )
                 row |= compare(ours["samples"][name], theirs["samples"][name])
                 for key, values in zip(("ours", "theirs"), scores, strict=True):
                     row[key] = {metric: x for (task, metric), x in values.items() if task == name}
