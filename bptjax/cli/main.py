@@ -178,7 +178,7 @@ def evaluate() -> Parser:
     """Returns the flags of `bptjax evaluate`."""
     parser = Parser(
         prog="bptjax evaluate",
-        usage="%(prog)s --model MODEL [--data PATH] [--tasks NAME ...] [--lm_eval TASK ...]",
+        usage="%(prog)s --model MODEL [--data PATH] [--FLAG VALUE ...]",
         description="Measures the loss of a model on --data, as the evaluations of a run do, or "
         "with --length its perplexity by position in long text; by --tasks whether it uses its "
         "context in prompts of --lengths tokens; and by --lm_eval its scores in tasks of "
