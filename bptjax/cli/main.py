@@ -201,7 +201,7 @@ def evaluate() -> Parser:
     add("--batches", type=int, help=batches)
     add = parser.add_argument_group("perplexity by position").add_argument
     add("--length", type=int, help="tokens read of each document")
-    short = "also measures the same tokens with only this number of tokens before each"
+    short = "also measures the same tokens with only this number of tokens before each, and LongPPL"
     add("--short_context", type=int, metavar="TOKENS", help=short)
     add("--buckets", type=int, default=8, help="number of ranges of positions")
     add("--documents", type=int, default=16, help="largest number of documents, chosen at random")

@@ -27,6 +27,9 @@ from bptjax.ops.loss import linear_cross_entropy
 from bptjax.run.output import plural
 from bptjax.run.progress import Progress
 
+# Log-probabilities (nats) that choose the tokens of LongPPL, from the paper: α and β.
+LEAST_GAIN, LEAST_LOG_PROB = 2.0, -2.0
+
 
 @partial(jax.jit, static_argnames=("dtype", "execution"))
 def _losses(model, tokens, labels, *, dtype, execution):
@@ -57,7 +60,8 @@ def by_position(
 
     Args:
       short_context: also measures the loss of the same tokens when the model reads only this number
-        of tokens before each, or up to a quarter more.
+        of tokens before each, or up to a quarter more; and the loss, in full context, of the tokens
+        that need the long context (`needs_long`).
 
     Returns:
       One row per range of positions.
@@ -67,6 +71,8 @@ def by_position(
     """
     names = ["", "short_"][: 1 if short_context is None else 2]
     sums, seen, longest = {name: np.zeros(length - 1) for name in names}, 0, 0
+    # Of the tokens that need the long context: their number, and the sum of their losses.
+    needing = np.zeros((2, length - 1))
     total, chosen = limit, documents
     if not isinstance(documents, Stream):
         total = min(limit, len(documents))
@@ -96,9 +102,11 @@ def by_position(
             if len(tokens) < length:
                 continue
             tokens, labels = tokens[: length - 1], tokens[1:length]
-            sums[""] += losses(tokens[None], labels[None])[0]
+            sums[""] += (whole := losses(tokens[None], labels[None])[0])
             if short_context is not None:
-                sums["short_"] += _in_windows(losses, tokens, labels, short_context)
+                sums["short_"] += (short := _in_windows(losses, tokens, labels, short_context))
+                need = needs_long(whole, short)
+                needing += need, need * whole
             seen += 1
             progress.advance()
             if seen == limit:
@@ -110,12 +118,27 @@ def by_position(
         )
     rows = []
     for bucket in np.array_split(np.arange(length - 1), buckets):
-        row = dict(start=int(bucket[0]) + 1, end=int(bucket[-1]) + 1, documents=seen)
+        row: dict[str, Any] = dict(start=int(bucket[0]) + 1, end=int(bucket[-1]) + 1)
+        row["documents"] = seen
         for name, each in sums.items():
             loss = float(each[bucket].mean() / seen)
             row |= {f"{name}loss": loss, f"{name}perplexity": float(np.exp(loss))}
-        rows.append(row | ({} if short_context is None else {"short_context": short_context}))
+        if short_context is not None:
+            count, loss = needing[:, bucket].sum(1).tolist()
+            row |= dict(short_context=short_context, long_tokens=int(count))
+            row["long_loss"] = loss / count if count else None
+        rows.append(row)
     return rows
+
+
+def needs_long(loss: np.ndarray, short_loss: np.ndarray) -> np.ndarray:
+    """Returns whether each token needs the long context, given its losses (nats) in the full
+    context and in a short one: the full context raises its log-probability by more than 2, to more
+    than -2.
+
+    The perplexity of these tokens is LongPPL: Fang et al. 2024, https://arxiv.org/abs/2410.23771.
+    """
+    return (short_loss - loss > LEAST_GAIN) & (-loss > LEAST_LOG_PROB)
 
 
 def _in_windows(
@@ -162,7 +185,20 @@ def perplexity_table(rows: list[dict[str, Any]]) -> Table:
             ratio = row["perplexity"] / row["short_perplexity"]
             cells += [f"{row['short_perplexity']:.4g}", f"{ratio:.3f}"]
         shown.add_row(*cells)
+    if short:
+        shown.caption = _long_perplexity(rows)
     return shown
+
+
+def _long_perplexity(rows: list[dict[str, Any]]) -> str:
+    """Returns a line about the tokens of all ranges that need the long context."""
+    count = sum(row["long_tokens"] for row in rows)
+    share = count / sum((row["end"] - row["start"] + 1) * row["documents"] for row in rows)
+    text = f"LongPPL, of {plural(count, 'token')} ({share:.2%}) that need the long context: "
+    if not count:
+        return text + "none"
+    loss = sum(row["long_tokens"] * (row["long_loss"] or 0) for row in rows) / count
+    return text + f"{np.exp(loss):.4g}"
 
 
 def plot_perplexity(rows: list[dict[str, Any]], file: Path, trained: int | None) -> None:

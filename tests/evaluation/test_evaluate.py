@@ -69,6 +69,37 @@ def test_short_context_leaves_out_earlier_tokens(model, context):
     assert len(table.columns) == 5 and "ratio" in printed(table)
 
 
+def test_tokens_that_need_the_long_context():
+    """In documents that follow the most likely token of the full context."""
+    config = ModelConfig(vocab_size=257, hidden_size=32, num_layers=1, num_heads=2, init_std=0.8)
+    model = Decoder(config, jax.random.key(0))
+    logs = jax.jit(lambda tokens: jax.nn.log_softmax(model.logits(model(tokens[None])[0])[0]))
+    documents = np.random.default_rng(0).integers(0, 256, (2, 41))
+    for tokens in documents:
+        for i in range(1, 41):
+            tokens[i] = np.asarray(logs(tokens))[i - 1].argmax()
+    how = dict(length=41, limit=2, dtype=jnp.float32, short_context=8)
+    rows = perplexity.by_position(model, BYTES, list(documents), buckets=2, **how)
+    needed, losses = np.zeros((2, 40), bool), np.zeros((2, 40))
+    for tokens, need, loss in zip(documents, needed, losses, strict=True):
+        for i in range(1, 41):
+            full = np.asarray(logs(tokens))[i - 1, tokens[i]]
+            # Windows of 10 tokens, each 2 after the one before.
+            start = 2 * max(-(-(i - 10) // 2), 0)
+            short = np.asarray(logs(np.pad(tokens[start:i], (0, 41 - i + start))))
+            need[i - 1] = full - short[i - 1 - start, tokens[i]] > 2 and full > -2
+            loss[i - 1] = -full
+    for row, at in zip(rows, (slice(0, 20), slice(20, 40)), strict=True):
+        chosen = losses[:, at][needed[:, at]]
+        assert 0 < row["long_tokens"] == len(chosen) < 40
+        assert row["long_loss"] == pytest.approx(chosen.mean(), rel=1e-4)
+    text = " ".join(printed(perplexity.perplexity_table(rows)).split())
+    line = f"LongPPL, of {needed.sum()} tokens ({needed.mean():.2%}) that need the long context: "
+    assert line + f"{np.exp(losses[needed].mean()):.4g}" in text
+    none = [row | dict(long_tokens=0, long_loss=None) for row in rows]
+    assert "LongPPL, of 0 tokens" in printed(perplexity.perplexity_table(none))
+
+
 def test_a_stream_is_read_up_to_the_limit(tmp_path, model):
     with gzip.open(tmp_path / "a.jsonl.gz", "wt") as file:
         file.write('{"text": "a text of some length"}\n' * 5)
