@@ -12,12 +12,19 @@ from bptjax.data.examples import ANSWERS, Example
 REFERENCE = "reference"
 FILE = "reference.npz"
 
+CHANGED = "so the data or the tokenizer have changed; restore them, or choose another run_dir"
+
 
 class References:
-    """Log-probabilities of the answers of each example; float32, in nats. Empty until `fill`."""
+    """Log-probabilities of the answers of each example; float32, in nats. Empty until `fill`.
 
-    def __init__(self):
+    Args:
+      missing: end of the error about an example that was not scored.
+    """
+
+    def __init__(self, missing: str = CHANGED):
         self._logps: dict[bytes, np.ndarray] | None = None
+        self._missing = missing
 
     def attach(self, example: Example) -> Example:
         """Returns the example with `REFERENCE`: zeros before `fill`.
@@ -30,10 +37,7 @@ class References:
         if self._logps is not None:
             logps = self._logps.get(key_of(example))
             if logps is None:
-                raise ValueError(
-                    f"no log-probabilities in {FILE} of this run, so the data or the tokenizer "
-                    "have changed; restore them, or choose another run_dir"
-                )
+                raise ValueError(f"no log-probabilities in {FILE} of this run, {self._missing}")
             for number, logp in enumerate(logps, 1):
                 values[np.argmax(numbers == number)] = logp
         return example | {REFERENCE: values.view(np.int32)}

@@ -13,10 +13,12 @@ from bptjax.config import Config
 from bptjax.data.examples import Example
 from bptjax.data.loader import data_check, eval_loader
 from bptjax.data.records import readable
-from bptjax.data.references import REFERENCE
+from bptjax.data.references import FILE, REFERENCE, References
 from bptjax.data.sources import Mixture, open_held_out
 from bptjax.data.tokenizer import Tokenizer, utf8
 from bptjax.models.decoder import Decoder
+from bptjax.objectives import OBJECTIVES
+from bptjax.objectives.reference import CACHED
 from bptjax.ops.labels import IGNORED
 from bptjax.parallel.mesh import ParallelConfig, make_mesh
 from bptjax.parsing.keys import replace_keys
@@ -31,7 +33,8 @@ from bptjax.training.step import evaluator
 # Largest default of the tokens in a sequence, for a model that is not a run.
 MOST_TOKENS = 4096
 # Groups of a run's config that decide its held-out loss.
-GROUPS = "objective", "data", "train"
+GROUPS = "objective", "adapter", "data", "train"
+MISSING = "which scored only its own data; evaluate those, or start a run that holds this file out"
 
 
 def saved_config(model: str) -> Config:
@@ -52,7 +55,7 @@ def saved_config(model: str) -> Config:
 
 
 class HeldOut:
-    """The mean loss over the tokens of `--data` that count in the loss."""
+    """The mean loss of `--data`: over the tokens in the loss, or over the pairs of preferences."""
 
     plot = None
 
@@ -69,9 +72,15 @@ class HeldOut:
         changes = {"data.path": None, "data.sources": [], "data.eval_path": args.data}
         changes |= {"train.eval_batches": args.batches, **fields}
         changes |= {key: value for key, value in given.items() if value is not None}
+        run = Path(args.model).expanduser()
+        self.references, self.file = References(MISSING), run / FILE
+        if self.file.exists():
+            self.references.load(self.file)
+            changes["objective.reference"] = CACHED
         self.config = replace_keys(saved, changes)
-        self.is_run = (Path(args.model).expanduser() / RUN_CONFIG).exists()
-        self.documents = open_held_out(self.config.data)
+        self.is_run = (run / RUN_CONFIG).exists()
+        objective = OBJECTIVES.get(self.config.objective.type)
+        self.documents = open_held_out(self.config.data, objective.record if objective else None)
         self.longest = self.config.train.seq_len if args.seq_len or self.is_run else None
 
     @staticmethod
@@ -87,10 +96,10 @@ class HeldOut:
         data, seq_len = spec.config.data, spec.config.train.seq_len
         objective = check_objective(model.config, spec.config)
         encoding = spec.encoding
-        if REFERENCE in encoding.fields:
+        if REFERENCE in encoding.fields and not self.file.exists():
             raise ValueError(
-                f"--data={self.args.data}: must not be given for a run of objective.type="
-                f"{objective.name}, whose loss needs a reference; see the run's own evaluations"
+                f"{self.file}: must be there, because the loss of objective.type={objective.name} "
+                "compares the model with its start; restore it"
             )
         how: dict[str, Any] = dict(seq_len=seq_len, encoding=encoding)
         named = Mixture([self.documents], [str(self.args.data)], [1.0])
@@ -121,7 +130,7 @@ class HeldOut:
         row = dict(
             data=self.args.data,
             loss=loss,
-            perplexity=float(np.exp(loss)),
+            **({"perplexity": float(np.exp(loss))} if objective.unit == "token" else {}),
             tokens=tokens[0],
             records=sample.documents if sample else len(self.documents),
             of_records=len(self.documents),
@@ -152,7 +161,8 @@ class HeldOut:
             )
         (device,) = model.head_matrix.devices()
         mesh = make_mesh(ParallelConfig(fsdp=1), [device])
-        return TrainSpec(replace_keys(config, changes), model.config, mesh)
+        config = replace_keys(config, changes)
+        return TrainSpec(config, model.config, mesh, references=self.references)
 
     @staticmethod
     def table(rows: list[dict[str, Any]]) -> Table:
@@ -160,10 +170,10 @@ class HeldOut:
         (row,) = rows
         shown, of = Table(title=f"Held-out loss of {row['data']}"), row["of_records"]
         sample = f", a sample of {of:,}" if row["records"] < of else ""
-        lines = {
-            "loss (nats per token)": f"{row['loss']:.4f}",
-            "perplexity": f"{row['perplexity']:.4g}",
-        }
+        of_tokens = "perplexity" in row
+        lines = {"loss (nats per token)" if of_tokens else "loss": f"{row['loss']:.4f}"}
+        if of_tokens:
+            lines["perplexity"] = f"{row['perplexity']:.4g}"
         if "bits_per_byte" in row:
             lines["bits per byte"] = f"{row['bits_per_byte']:.4f}"
         lines |= {name: f"{row[name]:.4f}" for name in row if name.startswith("eval/")}

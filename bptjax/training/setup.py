@@ -26,6 +26,7 @@ from bptjax.data.epochs import Limit
 from bptjax.data.images import ImageProcessor
 from bptjax.data.loader import Evaluation, data_check, eval_loader, train_loader
 from bptjax.data.records import readable
+from bptjax.data.rows import Compound, Document
 from bptjax.data.sample import SEARCHED, random_order
 from bptjax.data.templates import CLOCK, reads
 from bptjax.data.text import Subset
@@ -380,6 +381,7 @@ def _eval_prompts(
 ) -> list[tuple[np.ndarray, np.ndarray, str]]:
     """Returns (prompt, answer, question) of `train.num_eval_generations` held-out chats, in random
     order. Tokenizes them now, so that a bad chat fails at the start, not at the first evaluation.
+    A record with several answers counts as a chat with its first one, the better of a pair.
 
     Raises:
       ValueError: the held-out documents are not chats, or exceed the model's positions.
@@ -387,7 +389,7 @@ def _eval_prompts(
     number = config.train.num_eval_generations
     order = random_order(len(data.held_out), config.data.seed)[: SEARCHED if number else 0]
     documents = readable(Subset(data.held_out, order), config.data.bad_records)
-    chats = list(islice((document for document in documents if isinstance(document, Chat)), number))
+    chats = list(islice((chat for each in documents for chat in _answered(each)), number))
     if number and len(data.held_out) and not chats:
         raise ValueError(
             f"train.num_eval_generations={number}: requires held-out chats; see data.format "
@@ -404,6 +406,13 @@ def _eval_prompts(
             "data.source_max_len, or model.max_position_embeddings to extend them"
         )
     return [(*ids, chat.question) for ids, chat in zip(documents, chats, strict=True)]
+
+
+def _answered(document: Document) -> Sequence[Chat]:
+    """Returns the chat that a model can answer, if any."""
+    if isinstance(document, Compound):
+        return [chat for chat in document.chats[:1] if chat.question]
+    return [document] if isinstance(document, Chat) else []
 
 
 def _fingerprint(spec: TrainSpec) -> str | None:

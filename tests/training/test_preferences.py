@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import shutil
 from dataclasses import replace
 
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from bptjax.cli import evaluate
 from bptjax.cli.train import main
 from bptjax.models.config import ModelConfig
 from bptjax.objectives import ObjectiveConfig
@@ -347,6 +349,47 @@ def test_a_resumed_run_reads_its_references(folder, tmp_path, capsys):
     whole, found = losses(tmp_path / "whole"), losses(run_dir)
     assert {k: x for k, x in whole.items() if k in found} == found
     assert (6, "train/loss") in found
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("reference", ["cached", "adapters_off"])
+def test_an_evaluation_of_a_finished_run(folder, tmp_path, capsys, reference):
+    """`evaluate --data` gives the last values of the run, from the reference that it had; held-out
+    pairs are answered too."""
+    run_dir, out = tmp_path / "run", tmp_path / "out"
+    held_out, others = tmp_path / "held_out.jsonl", tmp_path / "others.jsonl"
+    held_out.write_text("".join((folder / "pairs.jsonl").read_text().splitlines(True)[:7]))
+    others.write_text('{"prompt": "q", "chosen": "yes", "rejected": "no"}\n')
+    flags = [f"--data.eval_path={held_out}", "--data.eval_fraction=0"]
+    flags.append("--train.num_eval_generations=3")
+    config = (folder / "config.yaml").read_text()
+    if reference == "adapters_off":
+        flags += ["--adapter.type=lora", f"--model.name_or_path={folder / 'run'}"]
+        config = re.sub("model:.*", "", config)
+    (tmp_path / "config.yaml").write_text(config)
+    assert run(tmp_path, run_dir, *flags) == 0
+    assert (run_dir / "reference.npz").exists() == (reference == "cached")
+    measured = [x for x in read_metrics(run_dir / "metrics.jsonl") if "eval/loss" in x][-1]
+    capsys.readouterr()
+    command = [f"--model={run_dir}", "--device=cpu", f"--out={out}"]
+    assert evaluate.main([*command, f"--data={held_out}"]) == 0
+    (row,) = json.loads((out / "held_out.json").read_text())
+    assert row["loss"] == pytest.approx(measured["eval/loss"], rel=1e-5)
+    assert abs(row["loss"] - math.log(2)) > 1e-3 and "perplexity" not in row
+    for name in ("eval/rewards/accuracies", "eval/rewards/margins"):
+        assert row[name] == pytest.approx(measured[name], rel=1e-4)
+    answers = [json.loads(x) for x in (run_dir / "predictions.jsonl").read_text().splitlines()]
+    known = {x["prompt"]: x["chosen"] for x in map(json.loads, held_out.read_text().splitlines())}
+    assert len(answers) % 3 == 0 and all(known[x["prompt"]] == x["reference"] for x in answers)
+    capsys.readouterr()
+    code = evaluate.main([*command, f"--data={others}"])
+    if reference == "adapters_off":
+        assert code == 0
+        return
+    error = capsys.readouterr().err
+    assert code == 2 and error.count("\n") == 1
+    assert "others.jsonl, record 1: no log-probabilities in reference.npz" in error
+    assert "evaluate those, or start a run that holds this file out" in error
 
 
 @pytest.mark.parametrize(
