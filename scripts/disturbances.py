@@ -240,7 +240,7 @@ def changed_file(directory: Path, rng: random.Random) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def strangers(port: int, rng: random.Random) -> Iterator[None]:
+def strangers(port: int, rng: random.Random, host: str = "localhost") -> Iterator[None]:
     """Connects to the port again and again; sends garbage or half a greeting, or nothing."""
     done = threading.Event()
 
@@ -248,7 +248,7 @@ def strangers(port: int, rng: random.Random) -> Iterator[None]:
         kept = []
         while not done.wait(0.05):
             with contextlib.suppress(OSError):
-                kept.append(socket.create_connection(("localhost", port), 1))
+                kept.append(socket.create_connection((host, port), 1))
                 kept[-1].sendall(rng.choice(GREETINGS))
             if len(kept) > 20 or kept and rng.random() < 0.5:
                 kept.pop(0).close()

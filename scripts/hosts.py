@@ -13,11 +13,13 @@ import json
 import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,6 +39,7 @@ class Cluster:
     """Hosts named host0, host1, …, joined by a bridge in a namespace of its own.
 
     Attributes:
+      names: namespace of each host.
       shared: directory that all hosts see.
       own: directory of each host.
     """
@@ -53,7 +56,7 @@ class Cluster:
           OSError: this machine does not allow namespaces; the message says why.
         """
         self._prefix = f"bptjax{os.getpid()}"
-        self._names = [f"{self._prefix}-{i}" for i in range(count)]
+        self.names = [f"{self._prefix}-{i}" for i in range(count)]
         self._switch = f"{self._prefix}-switch"
         self.shared, self.own = work / "shared", [work / f"host{i}" for i in range(count)]
         for directory in (self.shared, *self.own):
@@ -66,13 +69,13 @@ class Cluster:
             raise
 
     def _make(self, family: int, loopback: bool) -> None:
-        for name in (self._switch, *self._names):
+        for name in (self._switch, *self.names):
             ip("netns", "add", name)
         for bridge in ("bridge", "other"):
             ip("-n", self._switch, "link", "add", "name", bridge, "type", "bridge")
             ip("-n", self._switch, "link", "set", bridge, "up")
         addresses = [f"10.77.0.{i + 1}" if family == 4 else f"fd77::{i + 1}" for i in self.hosts]
-        for host, name in enumerate(self._names):
+        for host, name in enumerate(self.names):
             port = ["link", "add", "name", f"to{host}", "type", "veth"]
             ip("-n", self._switch, *port, "peer", "name", "eth0", "netns", name)
             self.connect(host)
@@ -101,7 +104,7 @@ class Cluster:
         """Starts a command on a host, with pipes of its stdout and stderr."""
         named = ["unshare", "--uts", "sh", "-c", 'hostname "$0"; exec "$@"', f"host{host}"]
         process = subprocess.Popen(
-            ["ip", "netns", "exec", self._names[host], *named, *command],
+            ["ip", "netns", "exec", self.names[host], *named, *command],
             env={**environment, "TMPDIR": str(self.own[host])},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -118,12 +121,21 @@ class Cluster:
         """Plugs the cable of a host into a bridge: `bridge`, or `other` for a partition."""
         ip("-n", self._switch, "link", "set", f"to{host}", "master", bridge)
 
+    def kill(self, host: int) -> None:
+        """Kills all processes of a host."""
+        command = ["ip", "netns", "pids", self.names[host]]
+        found = subprocess.run(command, capture_output=True, text=True)
+        for pid in found.stdout.split():
+            with suppress(ProcessLookupError):
+                os.kill(int(pid), signal.SIGKILL)
+
     def close(self) -> None:
         """Ends the processes and removes the namespaces."""
+        for host in self.hosts:
+            self.kill(host)
         for process in self._processes:
-            process.kill()
             process.communicate()
-        for name in (self._switch, *self._names):
+        for name in (self._switch, *self.names):
             subprocess.run(["ip", "netns", "del", name], capture_output=True)
             shutil.rmtree(Path("/etc/netns") / name, ignore_errors=True)
 

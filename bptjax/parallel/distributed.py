@@ -30,6 +30,7 @@ from bptjax.parallel.launch import ProcessInfo, find_process, is_loopback
 from bptjax.parallel.mesh import ParallelConfig
 from bptjax.parallel.secret import VARIABLE, WrongSecret, demand_proof, prove, read_secret
 from bptjax.run.heartbeat import record_error
+from bptjax.run.versions import computing_versions, describe_differences
 
 # Seconds within which all processes must connect.
 INIT_TIMEOUT_S = 300
@@ -46,8 +47,9 @@ HEARTBEAT_TIMEOUT_S = 3600
 REPORT_TIMEOUT_S = 5
 # Seconds that a failed process may wait for its peers during clean-up.
 CLEANUP_TIMEOUT_S = 30
-# Key of process 0's address for Gloo in JAX's coordination service.
-GLOO_ADDRESS = "bptjax/gloo_address"
+# Directory of what the processes know of each other in JAX's coordination service, and the name of
+# the barrier before it is read.
+MEMBERS = "bptjax/members/"
 # Maximum simultaneous connections to process 0 that have not yet proved knowledge of the secret.
 MAX_PENDING = 64
 # Errors of a connection to a host that no longer answers.
@@ -62,6 +64,8 @@ _private: list[str] = []
 # Addresses of this process at the connections between the coordinator and the others.
 _addresses: list[str] = []
 _peer_lost = threading.Event()
+# Host, address and versions of each process.
+_members: list[dict[str, Any]] = []
 # Hosts that no longer answer.
 _silent: list[str] = []
 
@@ -93,7 +97,7 @@ def initialize(config: ParallelConfig) -> None:
 
     Raises:
       ValueError: as in `find_process`, or the coordinator's port is taken or on a host other than
-        process 0's.
+        process 0's, or a process has other versions than process 0.
     """
     process = find_process(config, os.environ)
     if process is None or jax.distributed.is_initialized():
@@ -132,10 +136,42 @@ def initialize(config: ParallelConfig) -> None:
     timer.cancel()
     _initialized.set()
     _remove_private()  # All are connected.
-    _set_gloo_address(process)
+    _introduce(process)
+    _set_gloo_address()
 
 
-def _set_gloo_address(process: ProcessInfo) -> None:
+def _introduce(process: ProcessInfo) -> None:
+    """Exchanges the host, address and versions of all processes.
+
+    Raises:
+      ValueError: a process has other versions than process 0.
+    """
+    client: Any = jax_distributed.global_state.client
+    address = next((x for x in _addresses if not is_loopback(x)), _addresses[0])
+    own = dict(host=socket.gethostname(), address=address, versions=computing_versions())
+    client.key_value_set(f"{MEMBERS}{process.index}", json.dumps(own))
+    client.wait_at_barrier(MEMBERS, 1000 * INIT_TIMEOUT_S)
+    texts = {name.rpartition("/")[2]: text for name, text in client.key_value_dir_get(MEMBERS)}
+    _members.extend(json.loads(texts[str(index)]) for index in range(process.count))
+    for index, member in enumerate(_members):
+        if found := describe_differences(member["versions"], _members[0]["versions"]):
+            shutdown()
+            raise ValueError(
+                f"{describe_process(index)}: must have the same versions as process 0, {found}"
+            )
+
+
+def hosts() -> list[str]:
+    """Returns the host of each process; empty for a single process."""
+    return [member["host"] for member in _members]
+
+
+def describe_process(index: int) -> str:
+    """Names a process, with its host if there are several."""
+    return f"process {index}" + (f" on {hosts()[index]}" if len(set(hosts())) > 1 else "")
+
+
+def _set_gloo_address() -> None:
     """Makes Gloo, JAX's collectives of CPUs, listen on the address at which this process is
     connected to the coordinator, or to the other processes. Call it before a JAX backend starts.
 
@@ -145,11 +181,9 @@ def _set_gloo_address(process: ProcessInfo) -> None:
     if jax.config.values["jax_cpu_collectives_implementation"] != "gloo":
         return
     client: Any = jax_distributed.global_state.client
-    address = next((x for x in _addresses if not is_loopback(x)), _addresses[0])
-    if process.index == 0:
-        client.key_value_set(GLOO_ADDRESS, address)
-    elif is_loopback(address):  # On the host of process 0.
-        address = client.blocking_key_value_get(GLOO_ADDRESS, 1000 * INIT_TIMEOUT_S)
+    address = _members[jax_distributed.global_state.process_id]["address"]
+    if is_loopback(address):  # On the host of process 0.
+        address = _members[0]["address"]
     collectives = _jax.make_gloo_tcp_collectives(client, hostname=address)
     factory = partial(xla_bridge.make_cpu_client, collectives)
     register_backend_factory("cpu", factory, priority=0, fail_quietly=False)
@@ -306,7 +340,8 @@ def _pump(source: socket.socket, sink: socket.socket, member: bool, peer: str) -
             sink.sendall(data)
     except OSError as error:
         if error.errno in UNREACHABLE:
-            _silent.append(peer)
+            hosts = [x["host"] for x in _members if x["address"] == peer]
+            _silent.append(hosts[0] if hosts else peer)
     if member and _initialized.is_set():
         _peer_lost.set()
         time.sleep(REPORT_TIMEOUT_S)
@@ -402,7 +437,7 @@ def raise_together() -> Iterator[None]:
     failed = next((index for index, text in enumerate(messages) if text is not None), None)
     if failed is not None:
         shutdown()
-        raise error or ValueError(f"process {failed}: {messages[failed]}")
+        raise error or ValueError(f"{describe_process(failed)}: {messages[failed]}")
 
 
 def assert_equal_across_processes(text: str, name: str) -> None:
@@ -414,4 +449,4 @@ def assert_equal_across_processes(text: str, name: str) -> None:
     first, *others = all_gather_json(zlib.crc32(text.encode()))
     odd = next((index for index, code in enumerate(others, 1) if code != first), None)
     if odd is not None:
-        raise ValueError(f"process {odd}: must have the same {name} as process 0")
+        raise ValueError(f"{describe_process(odd)}: must have the same {name} as process 0")

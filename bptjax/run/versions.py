@@ -80,6 +80,14 @@ def describe_changes(saved: object) -> str:
     return ", ".join(lines)
 
 
+def describe_differences(own: dict[str, str], wanted: dict[str, str]) -> str:
+    """Formats the differences between two results of `computing_versions`, as what to install;
+    empty if there are none."""
+    names = sorted(own | wanted)
+    pairs = [(x, own.get(x, "absent"), wanted.get(x, "absent")) for x in names]
+    return ", ".join(f"{name} {two} instead of {one}" for name, one, two in pairs if one != two)
+
+
 def installed(package: str) -> str | None:
     """Returns the version of a package, or None if it is not installed."""
     try:

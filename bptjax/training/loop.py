@@ -42,6 +42,7 @@ from bptjax.training.report import export_adapter, log_summary, predict_answers,
 from bptjax.training.resume import Start, complete_state, find_start, open_checkpoints
 from bptjax.training.run_directory import write_config
 from bptjax.training.setup import TrainingRun
+from bptjax.training.slow_hosts import find_slow_hosts
 from bptjax.training.spikes import Spike, Spikes
 from bptjax.training.state import TrainState, checkpoint_view, split_trained
 from bptjax.training.step import evaluator
@@ -152,6 +153,7 @@ class TrainLoop:
         """
         if self.patience_is_spent or self.done >= self.run.spec.steps:
             return
+        self._name_slow_hosts()
         if self.done == 0:
             self._eval()
         while True:
@@ -363,6 +365,10 @@ class TrainLoop:
             text = f"step {self.done}: evaluating: {error}"
             raise self._saved(text, jax.process_count() > 1) from error
 
+    def _name_slow_hosts(self) -> None:
+        if text := find_slow_hosts(self.run.spec.mesh):
+            self.logs.progress.log(text)
+
     def _save(self) -> None:
         """Starts writing a checkpoint of the last step.
 
@@ -371,6 +377,7 @@ class TrainLoop:
         """
         self._flush()
         beat(f"saving step {self.done}")
+        self._name_slow_hosts()
         if not finite(split_trained(self.run.spec, self.state.model)[0]):
             raise self._diverged(self.done, "parameters not finite")
         data = self.run.batches.get_state()

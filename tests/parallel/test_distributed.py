@@ -341,6 +341,20 @@ def test_another_secret_is_refused(start):
 
 
 @pytest.mark.thorough
+def test_other_versions_in_one_process_are_refused(start):
+    code = """
+import os
+from bptjax.run import versions
+real = versions.installed
+versions.installed = lambda name: os.environ["RANK"] if name == "tokenizers" else real(name)
+"""
+    message = "process 1: must have the same versions as process 0, tokenizers 0 instead of 1"
+    for process in start("-c", code + JOINED):
+        _, error = process.communicate(timeout=60)
+        assert process.returncode == 1 and error.endswith(f"ValueError: {message}\n")
+
+
+@pytest.mark.thorough
 def test_a_failure_does_not_wait_long_for_the_others(start):
     code = """
 with ExitStack() as stack:

@@ -102,7 +102,8 @@ def test_the_private_socket_is_the_users_alone(monkeypatch, tmp_path):
         seen["path"], seen["bind"] = path, options["coordinator_bind_address"]
 
     monkeypatch.setattr("jax.distributed.initialize", joined)
-    monkeypatch.setattr(distributed, "_set_gloo_address", lambda process: None)
+    monkeypatch.setattr(distributed, "_introduce", lambda process: None)
+    monkeypatch.setattr(distributed, "_set_gloo_address", lambda: None)
     monkeypatch.setattr(distributed, "_initialized", threading.Event())
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     config = distributed.ParallelConfig(coordinator="127.0.0.1:1", num_processes=2, process_id=1)
