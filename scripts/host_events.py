@@ -3,10 +3,10 @@ and starts. Needs Linux, root, iproute2, iptables and libfaketime.
 
     python scripts/host_events.py --seconds 600 --seed 0 --out rows.jsonl
 
-Every run has one event. Either it goes on, or each of its processes ends with one line that says
-why; then the same command goes on. Losses, gradient norms and every array of the last checkpoint
-must be, bit for bit, those of a run on the same hosts without events. Prints a row per event, and
-exits with 1 after a fault.
+Every run has up to four events. After an event, the run either goes on, or each of its processes
+ends with one line that says why, and the same command goes on. At the end, losses, gradient norms
+and every array of the last checkpoint must be, bit for bit, those of a run on the same hosts
+without events. Prints a row per event, and exits with 1 after a fault.
 """
 
 import argparse
@@ -111,10 +111,12 @@ class Drill:
         work.mkdir()
         write_texts(work / "texts", random.Random(0))
         write_config(work, MESHES[hosts])
-        outcome = self.event(lambda drill, run: drill.end(drill.start(run)), compare=False)
-        if outcome["outcome"] != ON:
-            raise RuntimeError(f"the run without events failed: {outcome}")
-        self.wanted = self.result(work / "run1" / "shared" / "run")
+        with Cluster(hosts, work / "run0") as self.cluster:
+            run = self.cluster.shared / "run"
+            end = self.end(self.start(run))
+        if end.outcome != ON:
+            raise RuntimeError(f"the run without events failed: {end}")
+        self.wanted = self.result(run)
 
     def result(self, run: Path) -> tuple[list[Any], dict[str, bytes]]:
         """Returns the result of a run."""
@@ -122,28 +124,35 @@ class Drill:
         call(write_result, run, file)
         return pickle.loads(file.read_bytes())
 
-    def event(
-        self, function: Callable[["Drill", Path], "End"], *, compare: bool = True
-    ) -> dict[str, Any]:
-        """Starts a run with an event, and continues it to its end. Returns the outcome."""
+    def run(self, names: Sequence[str]) -> list[dict[str, Any]]:
+        """Starts a run with events, one after another, until it has ended well. Returns the
+        outcome of each."""
         self.runs += 1
-        work, start = self.work / f"run{self.runs}", time.monotonic()
+        work, rows = self.work / f"run{self.runs}", []
         with Cluster(self.count, work, loopback=self.rng.random() < 0.5) as self.cluster:
             run = self.cluster.shared / "run"
-            end = function(self, run)
-            row = dict(outcome=end.outcome, seconds=round(time.monotonic() - start, 1))
-            row |= dict(lines=end.lines) if any(end.lines) else {}
-            if end.outcome == REFUSED:
-                again = self.end(self.start(run))
-                if again.outcome != ON:
-                    row |= dict(fault=again.fault or "refused again", lines=again.lines)
-        if end.fault:
-            row |= dict(fault=end.fault)
-        elif compare and "fault" not in row and self.result(run) != self.wanted:
-            row |= dict(fault="the results differ")
-        if compare and "fault" not in row:
+            for name in names:
+                start = time.monotonic()
+                end = EVENTS[name][1](self, run)
+                row = dict(event=name, hosts=self.count, outcome=end.outcome)
+                row |= dict(seconds=round(time.monotonic() - start, 1))
+                row |= dict(lines=end.lines) if any(end.lines) else {}
+                rows.append(row | (dict(fault=end.fault) if end.fault else {}))
+                if end.outcome != REFUSED:
+                    break
+            else:
+                end = self.end(self.start(run))
+        fault = ""
+        if end.outcome == REFUSED or end.fault:
+            fault = f"refused again: {end.fault} {end.lines}"
+        elif self.result(run) != self.wanted:
+            fault = "the results differ"
+        for row in rows:
+            if fault:
+                row.setdefault("fault", fault)
+        if not any("fault" in row for row in rows):
             shutil.rmtree(work)
-        return row
+        return rows
 
     @property
     def hosts(self) -> range:
@@ -182,7 +191,8 @@ class Drill:
 
     def wait(self, run: Path, started: Started) -> None:
         """Waits for a random step of a run, and a moment more."""
-        step = self.rng.randrange(STEPS - 2)
+        last = max((record["step"] for record in metrics(run)), default=0)
+        step = self.rng.randint(min(last + 1, STEPS - 4), STEPS - 4)
         while all(x.is_alive() for x in started.processes):
             if any(record["step"] >= step for record in metrics(run)):
                 break
@@ -433,11 +443,16 @@ def impostor(drill: Drill, run: Path) -> End:
     time.sleep(drill.rng.uniform(0, 5))
     other.kill()
     other.join()
-    end = end if end.outcome == REFUSED else replace(end, fault="process 0 started")
+    if end.outcome != REFUSED:
+        return replace(end, fault="process 0 started")
+    if not all(process.is_alive() for process in started.processes[1:]):
+        for process in started.processes[1:]:
+            process.terminate()  # As a launcher does.
+        return end
     again = drill.start(run, on=[0])
     started.processes[0], started.pipes[0] = again.processes[0], again.pipes[0]
-    rest = drill.end(started, [f"{text}|{LOST}"] * drill.count, (1, 2))
-    return replace(rest, fault=end.fault or rest.fault, outcome=REFUSED)
+    rest = drill.end(started)
+    return replace(rest, lines=[*end.lines, *rest.lines], fault=end.fault or rest.fault)
 
 
 def occupy(where: tuple[str, str, str], seed: float) -> None:
@@ -485,25 +500,25 @@ def slow_host(drill: Drill, run: Path) -> End:
     return end if f"host{host}" in named else replace(end, fault=f"named: {sorted(named)}")
 
 
-EVENTS: dict[str, tuple[int, Callable[[Drill, Path], End]]] = {
-    "host gone, and back": (2, host_gone),
-    "process of a host killed": (2, process_killed),
-    "link down for 1 to 20 s": (2, link_for_seconds),
-    "link down for good": (2, link_for_good),
-    "link of four hosts down for good": (4, link_for_good),
-    "partition between two halves": (4, partition),
-    "slow link": (2, slow_link),
-    "lossy link": (2, lossy_link),
-    "slow host": (2, slow_host),
-    "full disk of one host": (2, full_disk),
-    "shared directory gone on one host": (2, shared_gone),
-    "shared directory read-only on one host": (2, shared_read_only),
-    "clock 40 days off on one host": (2, clock),
-    "other version on one host": (2, version),
-    "other config on one host": (2, config),
-    "late host": (2, late),
-    "unknown connections": (2, strangers),
-    "impostor at the port": (2, impostor),
+# Smallest number of hosts, function, and whether it ends the run.
+EVENTS: dict[str, tuple[int, Callable[[Drill, Path], End], bool]] = {
+    "link down for good": (2, link_for_good, True),
+    "partition between two halves": (4, partition, True),
+    "full disk of one host": (2, full_disk, True),
+    "shared directory gone on one host": (2, shared_gone, True),
+    "shared directory read-only on one host": (2, shared_read_only, True),
+    "other version on one host": (2, version, True),
+    "other config on one host": (2, config, True),
+    "host gone, and back": (2, host_gone, False),
+    "process of a host killed": (2, process_killed, False),
+    "link down for 1 to 20 s": (2, link_for_seconds, False),
+    "slow link": (2, slow_link, False),
+    "lossy link": (2, lossy_link, False),
+    "slow host": (2, slow_host, False),
+    "clock 40 days off on one host": (2, clock, False),
+    "late host": (2, late, False),
+    "unknown connections": (2, strangers, False),
+    "impostor at the port": (2, impostor, False),
 }
 
 
@@ -514,28 +529,32 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, help="seed of the events")
     text = "parts of the names of events"
     parser.add_argument("--events", nargs="+", default=[""], help=text)
+    parser.add_argument("--hosts", type=int, nargs="+", choices=MESHES, default=list(MESHES))
     parser.add_argument("--out", type=Path, help="file to which each row is appended")
     args = parser.parse_args(argv)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     begin, rng = time.monotonic(), random.Random(args.seed)
     work = Path(tempfile.mkdtemp(prefix="bptjax-hosts-"))
     os.environ |= {"JAX_PLATFORMS": "cpu"}
     drills: dict[int, Drill] = {}
-    faults, names = 0, [x for x in EVENTS if any(part in x for part in args.events)]
-    number = 0
+    number = faults = 0
     while number == 0 or time.monotonic() - begin < args.seconds:
-        if number % len(names) == 0:
-            rng.shuffle(names)
-        name = names[number % len(names)]
-        hosts, function = EVENTS[name]
+        hosts = args.hosts[0] if rng.random() < 0.8 else args.hosts[-1]
+        names = [name for name in EVENTS if any(part in name for part in args.events)]
+        names = [name for name in names if hosts >= EVENTS[name][0]]
+        rng.shuffle(names)
+        last = [name for name in names if not EVENTS[name][2]]
+        names = [name for name in names if EVENTS[name][2]][:3] + last[:1]
         if hosts not in drills:
             drills[hosts] = Drill(work / str(hosts), hosts, rng)
-        row = dict(event=name, seed=args.seed, hosts=hosts) | drills[hosts].event(function)
-        faults += "fault" in row
-        number += 1
-        print(json.dumps(row), flush=True)
-        if args.out:
-            with args.out.open("a") as stream:
-                stream.write(json.dumps(row) + "\n")
+        for row in drills[hosts].run(names):
+            row = dict(seed=args.seed) | row
+            faults += "fault" in row
+            number += 1
+            print(json.dumps(row), flush=True)
+            if args.out:
+                with args.out.open("a") as stream:
+                    stream.write(json.dumps(row) + "\n")
     print(f"seed {args.seed}: {number} events, {faults} faults")
     if not faults:
         shutil.rmtree(work)
