@@ -172,8 +172,6 @@ class Drill:
             environment, _ = torchrun(self.count, host, self.count)
             environment = base_environment(self.work, 1) | environment
             environment |= {
-                "JAX_COMPILATION_CACHE_DIR": str(self.work / "compiled"),
-                "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
                 "TMPDIR": str(self.cluster.own[host]),
                 "FAKETIME": f"{self.rng.choice('+-')}{DAYS}d",
             }
@@ -346,7 +344,12 @@ def disk_of(drill: Drill, host: int, text: str) -> list[str]:
 
 def shared_gone(drill: Drill, run: Path) -> End:
     """A host sees an empty directory in place of the shared one."""
-    return shared(drill, run, lambda where: mount("none", where, 0, "tmpfs"))
+    return shared(drill, run, hide)
+
+
+def hide(directory: str) -> None:
+    """Mounts an empty directory over another."""
+    mount("none", directory, 0, "tmpfs")
 
 
 def shared_read_only(drill: Drill, run: Path) -> End:
@@ -535,7 +538,9 @@ def main(argv: list[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     begin, rng = time.monotonic(), random.Random(args.seed)
     work = Path(tempfile.mkdtemp(prefix="bptjax-hosts-"))
-    os.environ |= {"JAX_PLATFORMS": "cpu"}
+    # JAX reads them when the server of forks imports it.
+    os.environ |= {"JAX_PLATFORMS": "cpu", "JAX_COMPILATION_CACHE_DIR": str(work / "compiled")}
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
     drills: dict[int, Drill] = {}
     number = faults = 0
     while number == 0 or time.monotonic() - begin < args.seconds:
