@@ -1,6 +1,7 @@
 """Generates text from a model, one token at a time."""
 
 import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -20,10 +21,14 @@ from bptjax.models.cache import Cache
 from bptjax.models.config import ModelConfig
 from bptjax.models.decoder import Decoder
 from bptjax.models.execution import Execution
-from bptjax.models.prefill import HeldCache, prefill
+from bptjax.models.prefill import HeldCache, prefill, read
 from bptjax.models.sampling import Sampling
 from bptjax.ops.arguments import check_chunk
 from bptjax.parallel.mesh import constrain
+
+# Most tokens that the device draws before the host reads them, and about how many seconds that may
+# take: texts appear while they are written.
+MOST_AHEAD, WAIT = 32, 0.1
 
 
 def generate(
@@ -94,43 +99,52 @@ def generate(
         )
     rotation_change = _rotation_change(config)
     sequences = [list(map(int, prompt)) for prompt in prompts]
-    run = partial(_step, sampling=sampling, dtype=dtype, execution=execution)
-    keys = jax.random.split(jax.random.key(seed), new_tokens)
-    ended, read, due = np.zeros(len(sequences), bool), lengths, False
+    how: Any = dict(dtype=dtype, execution=execution)
+    keys, stops = jax.random.split(jax.random.key(seed), new_tokens), np.array(stop, np.int32)
+    ended, held_lengths, due = np.zeros(len(sequences), bool), lengths, False
     state: tuple[Any, ...] | None = None
-    # Entered for one step at a time: a suspended generator must not leave its mesh set.
+    # Processes must draw equally many tokens, but their clocks differ.
+    alone = jax.process_count() == 1
+    done, ahead = 0, 1 if alone else MOST_AHEAD
+    # Entered for one call at a time: a suspended generator must not leave its mesh set.
     on_mesh = _mesh_setter(model)
-    for i in range(new_tokens):
-        crossed = (read <= rotation_change) & (lengths > rotation_change)
-        if state is None or crossed[~ended].any():
-            # Beyond this length, longrope rotates every key of the sequence differently.
-            size = longest + reserved
-            with on_mesh():
-                how: Any = dict(dtype=dtype, execution=execution)
+    while done < new_tokens:
+        crossed = (held_lengths <= rotation_change) & (lengths > rotation_change)
+        with on_mesh():
+            if state is None or crossed[~ended].any():
+                # Beyond this length, longrope rotates every key of the sequence differently.
+                size = longest + reserved
                 reading = held.prefill if held else prefill
-                chunk, cache = reading(model, sequences, size, prefill_chunk, **how)
-                flags = jnp.asarray(seen) if state is None else state[2]
-                state = run(model, chunk, cache, flags, keys[i], lengths)
-        else:
-            with on_mesh():
-                new = state[0][:, None]
-                if landmarks is not None and due:
-                    new = jnp.pad(new, ((0, 0), (0, 1)), constant_values=landmarks.token)
-                state = run(model, new, state[1], state[2], keys[i], lengths)
-        token = np.where(ended, -1, np.asarray(state[0]))
+                last, cache = reading(model, sequences, size, prefill_chunk, **how)
+                state = last, cache, jnp.asarray(seen) if state is None else state[2]
+            elif landmarks is not None and due:
+                cache = read(model, state[0][:, None], state[1], lengths, **how)
+                state = jnp.array([landmarks.token], jnp.int32), cache, state[2]
+            before_change = rotation_change - lengths[lengths <= rotation_change] + 1
+            count = int(min(ahead, new_tokens - done, *before_change))
+            coming = keys[np.minimum(done + np.arange(MOST_AHEAD), new_tokens - 1)]
+            started = time.perf_counter()
+            rest = coming, lengths, ended, stops, np.int32(count)
+            drawn, count, *state = _steps(model, *state, *rest, sampling=sampling, **how)
+            tokens = np.asarray(drawn)[: int(count)]
+            seconds = time.perf_counter() - started
+        for sequence, new in zip(sequences, tokens.T, strict=True):
+            sequence.extend(np.maximum(new, 0).tolist())
         if held is not None:
             held.keep(sequences[0], state[1])
-        for sequence, new in zip(sequences, token, strict=True):
-            sequence.append(max(int(new), 0))
-        yield token
-        ended |= np.isin(token, stop)
+        yield from tokens
+        ended = ended | np.isin(tokens, stop).any(0)
         if ended.all():
             return
-        due = landmarks is not None and landmarks.is_due(len(sequences[0]))
-        if landmarks is not None and due:
-            sequences[0].append(landmarks.token)
-        # A new array, because a step may still be reading the old one.
-        read, lengths = lengths, lengths + 1 + due
+        done += len(tokens)
+        if landmarks is not None:
+            if due := landmarks.is_due(len(sequences[0])):
+                sequences[0].append(landmarks.token)
+        elif alone and not WAIT / 2 < seconds < WAIT:
+            ahead = min(2 * ahead, MOST_AHEAD) if seconds < WAIT else max(ahead // 2, 1)
+        # New arrays, because a step may still be reading the old ones.
+        held_lengths = lengths + len(tokens) - 1
+        lengths = held_lengths + 1 + due
 
 
 def continuations(
@@ -199,25 +213,53 @@ def _rotation_change(config: Any) -> float:
 
 
 @partial(jax.jit, static_argnames=("sampling", "dtype", "execution"), donate_argnums=(2, 3))
-def _step(
+def _steps(
     model: Decoder,
-    tokens: Int[Array, "B T"],
+    token: Int[Array, "B"],
     cache: Cache,
     seen: Bool[Array, "B V"],
-    key: Array,
+    keys: Array,
     lengths: Int[Array, "B"],
+    ended: Bool[Array, "B"],
+    stop: Int[Array, "S"],
+    count: Int[Array, ""],
     *,
     sampling: Sampling,
     dtype: DTypeLike,
     execution: Execution,
-) -> tuple[Int[Array, "B"], Cache, Bool[Array, "B V"]]:
-    """Processes the tokens and samples the next. Returns the new token, the cache and the mask of
-    tokens seen so far."""
-    hidden, cache = model.decode(tokens, cache, length=lengths, dtype=dtype, execution=execution)
-    # Every device samples every token, so that every process has all of them.
-    logits = constrain(model.logits(hidden[:, -1:])[:, 0], None, None)
-    if model.config.landmarks is not None:
-        logits = logits.at[:, model.config.landmarks.token].set(-jnp.inf)
-    token = sampling.draw(logits, seen, key)
-    seen = constrain(seen.at[jnp.arange(len(token)), token].set(True), None, None)
-    return token, cache, seen
+) -> tuple[Int[Array, "N B"], Int[Array, ""], Int[Array, "B"], Cache, Bool[Array, "B V"]]:
+    """Draws up to `count` tokens for each sequence, fewer if all sequences end.
+
+    Args:
+      token: the newest tokens, which are not in the cache.
+      seen: tokens seen so far.
+      keys: random keys `[N]`, one for each new token.
+      lengths: lengths of the sequences with `token`.
+      ended: sequences that have ended; their new tokens are -1.
+
+    Returns:
+      The new tokens and their number, then `token`, `cache` and `seen` after them.
+    """
+
+    def unfinished(carry):
+        i, *_, ended = carry
+        return (i < count) & ~ended.all()
+
+    def step(carry):
+        i, drawn, token, cache, seen, ended = carry
+        hidden, cache = model.decode(
+            token[:, None], cache, length=lengths + i, dtype=dtype, execution=execution
+        )
+        # Every device samples every token, so that every process has all of them.
+        logits = constrain(model.logits(hidden)[:, 0], None, None)
+        if model.config.landmarks is not None:
+            logits = logits.at[:, model.config.landmarks.token].set(-jnp.inf)
+        token = sampling.draw(logits, seen, keys[i]).astype(jnp.int32)
+        seen = constrain(seen.at[jnp.arange(len(token)), token].set(True), None, None)
+        drawn = drawn.at[i].set(jnp.where(ended, -1, token))
+        return i + 1, drawn, token, cache, seen, ended | jnp.isin(token, stop)
+
+    drawn = jnp.full((len(keys), len(token)), -1, jnp.int32)
+    carry = jnp.zeros((), jnp.int32), drawn, token, cache, seen, ended
+    i, drawn, *state, _ = jax.lax.while_loop(unfinished, step, carry)
+    return drawn, i, *state

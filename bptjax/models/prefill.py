@@ -24,27 +24,27 @@ SHORTEST = 64
 
 def prefill(
     model: Decoder, sequences: list[list[int]], size: int, chunk: int, **how: Any
-) -> tuple[Int[Array, "B T"], Cache]:
-    """Aligns the sequences at their ends and processes all chunks but the last. Returns the last
-    chunk and the cache. Landmark blocks start at multiples of their size in the cache, so with
-    landmarks the first chunk is short instead of padded."""
+) -> tuple[Int[Array, "B"], Cache]:
+    """Aligns the sequences at their ends and reads all tokens but the last. Returns the last tokens
+    and the cache. Landmark blocks start at multiples of their size in the cache, so with landmarks
+    the first chunk is short instead of padded."""
     lengths = np.array([len(sequence) for sequence in sequences], np.int32)
-    longest = int(lengths.max())
-    chunk = min(chunk, longest)
+    longest = int(lengths.max()) - 1
+    chunk = max(min(chunk, longest), 1)
     padded = longest if model.config.landmarks else -(-longest // chunk) * chunk
-    tokens = np.zeros((len(sequences), padded), np.int32)
+    tokens = np.zeros((len(sequences), padded + 1), np.int32)
     for row, sequence in zip(tokens, sequences, strict=True):
-        row[padded - len(sequence) :] = sequence
+        row[padded + 1 - len(sequence) :] = sequence
     cache = Cache.empty(model.config, len(sequences), size + padded - longest, how["dtype"])
-    cache = replace(cache, start=jnp.asarray(padded - lengths))
+    cache = replace(cache, start=jnp.asarray(padded + 1 - lengths))
     edges = [0, *range(padded % chunk or chunk, padded + 1, chunk)]
-    for start, stop in pairwise(edges[:-1]):
-        cache = _read(model, jnp.asarray(tokens[:, start:stop]), cache, lengths, **how)
-    return jnp.asarray(tokens[:, edges[-2] :]), cache
+    for start, stop in pairwise(edges):
+        cache = read(model, jnp.asarray(tokens[:, start:stop]), cache, lengths, **how)
+    return jnp.asarray(tokens[:, -1]), cache
 
 
 @partial(jax.jit, static_argnames=("dtype", "execution"), donate_argnums=2)
-def _read(
+def read(
     model: Decoder,
     tokens: Int[Array, "B T"],
     cache: Cache,
@@ -53,6 +53,7 @@ def _read(
     dtype: DTypeLike,
     execution: Execution,
 ) -> Cache:
+    """Appends the tokens to the cache of sequences that have these lengths in the end."""
     return model.decode(tokens, cache, length=lengths, dtype=dtype, execution=execution)[1]
 
 
@@ -83,10 +84,11 @@ class HeldCache:
 
     def prefill(
         self, model: Decoder, sequences: list[list[int]], size: int, chunk: int, **how: Any
-    ) -> tuple[Int[Array, "B T"], Cache]:
+    ) -> tuple[Int[Array, "1"], Cache]:
         """Does the same as `prefill`, for one sequence, but reads only the tokens after its common
         start with the held tokens, and up to SHORTEST tokens before them."""
         (sequence,) = sequences
+        *text, last = sequence
         cache, self.cache = self.cache, None
         slots, equal = size + SHORTEST, 0
         if cache is None or cache.k.shape[2] < slots:
@@ -95,18 +97,18 @@ class HeldCache:
             cache = Cache.empty(model.config, 1, slots * 3 // 2, how["dtype"])
             cache = replace(cache, start=jnp.full(1, SHORTEST, jnp.int32))
         else:
-            both = min(int(cache.length) - SHORTEST, len(sequence) - 1)
-            same = np.equal(self.tokens[:both], sequence[:both])
+            both = min(int(cache.length) - SHORTEST, len(text))
+            same = np.equal(self.tokens[:both], text[:both])
             equal = both if same.all() else int(same.argmin())
-        unread = -(-(len(sequence) - equal) // SHORTEST) * SHORTEST
-        padded = np.array([0] * SHORTEST + sequence, np.int32)[None]
+        unread = -(-(len(text) - equal) // SHORTEST) * SHORTEST
+        padded = np.array([0] * SHORTEST + text, np.int32)[None]
         edge = padded.shape[1] - unread
         cache = replace(cache, length=jnp.int32(edge))
         lengths = np.array([len(sequence)], np.int32)
-        while (rest := padded.shape[1] - edge) > SHORTEST:
+        while (rest := padded.shape[1] - edge) > 0:
             count = SHORTEST
-            while 2 * count <= min(rest - SHORTEST, chunk):
+            while 2 * count <= min(rest, chunk):
                 count *= 2
             tokens = jnp.asarray(padded[:, edge : edge + count])
-            cache, edge = _read(model, tokens, cache, lengths, **how), edge + count
-        return jnp.asarray(padded[:, edge:]), cache
+            cache, edge = read(model, tokens, cache, lengths, **how), edge + count
+        return jnp.array([last], jnp.int32), cache

@@ -13,7 +13,7 @@ from bptjax.models.cache import Cache
 from bptjax.models.config import ModelConfig
 from bptjax.models.decoder import Decoder
 from bptjax.models.execution import Execution
-from bptjax.models.generation import _step, generate
+from bptjax.models.generation import _steps, generate
 from bptjax.models.groups.attention import AttentionConfig
 from bptjax.models.groups.experts import ExpertsConfig
 from bptjax.models.groups.full_attention import FullAttentionConfig, SharedKvConfig
@@ -170,13 +170,16 @@ def compiled(tp, sp, size):
     with jax.set_mesh(mesh_of(tp, sp)):
         model = jax.eval_shape(lambda: Decoder(config, jax.random.key(0)))
         cache = Cache.empty(config, 1, size, jnp.float32)
-        lowered = _step.lower(
+        lowered = _steps.lower(
             model,
-            jnp.zeros((1, 1), jnp.int32),
+            jnp.zeros(1, jnp.int32),
             cache,
             jnp.zeros((1, 60), bool),
-            jax.random.key(0),
+            jax.random.split(jax.random.key(0), 4),
             jnp.ones(1, jnp.int32),
+            jnp.zeros(1, bool),
+            jnp.zeros(2, jnp.int32),
+            jnp.int32(4),
             sampling=GREEDY,
             dtype=jnp.dtype("float32"),
             execution=Execution(k_chunk=16),
