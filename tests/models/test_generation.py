@@ -214,7 +214,7 @@ def test_impossible_prompts_and_options_are_refused(model, prompts, options, mes
 def test_prefill_memory_does_not_grow_with_the_prompt():
     """Beside the cache and the model."""
     from bptjax.models.cache import Cache
-    from bptjax.models.prefill import _read
+    from bptjax.models.prefill import read
 
     config = ModelConfig(vocab_size=61, hidden_size=64, num_layers=2, num_heads=4)
     model = jax.eval_shape(lambda: Decoder(config, jax.random.key(0)))
@@ -222,7 +222,7 @@ def test_prefill_memory_does_not_grow_with_the_prompt():
     def temp(size):
         cache = jax.eval_shape(lambda: Cache.empty(config, 1, size, jnp.float32))
         tokens, length = (jax.ShapeDtypeStruct(s, jnp.int32) for s in ((1, 128), (1,)))
-        lowered = _read.lower(
+        lowered = read.lower(
             model, tokens, cache, length, dtype=jnp.float32, execution=Execution(k_chunk=128)
         )
         held = lowered.compile().memory_analysis()
@@ -399,23 +399,23 @@ def test_a_held_cache_changes_no_token(model, kind, monkeypatch):
         layers = "sliding_attention", "full_attention"
         model = Decoder(replace(model.config, sliding_window=16, layer_types=layers), KEY)
     read = []
-    step = prefill._read
+    step = prefill.read
 
     def counted(model, tokens, *args, **how):
         read.append(tokens.shape[1])
         return step(model, tokens, *args, **how)
 
-    monkeypatch.setattr(prefill, "_read", counted)
+    monkeypatch.setattr(prefill, "read", counted)
     held, rng = prefill.HeldCache(), np.random.default_rng(2)
     assert prefill.HeldCache.saves_work(model.config)
     first = rng.integers(0, 61, 200).tolist()
     changed = [*first[:100], (first[100] + 1) % 61, *first[101:]]
     for prompt, chunks in (
-        (first, [128, 64]),
-        ([*first, 5, 6, 7], []),
-        (changed, [64]),
-        ([*changed, *first], [128, 128, 128]),
-        ([1, 2, 3], []),
+        (first, [128, 128]),
+        ([*first, 5, 6, 7], [64]),
+        (changed, [128]),
+        ([*changed, *first], [128, 128, 128, 64]),
+        ([1, 2, 3], [64]),
     ):
         read.clear()
         got = run(model, [prompt], held=held, prefill_chunk=128)
