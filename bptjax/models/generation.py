@@ -30,6 +30,8 @@ from bptjax.parallel.mesh import constrain
 # take: texts appear while they are written.
 MOST_AHEAD, WAIT = 32, 0.1
 
+_State = tuple[Int[Array, "B"], Cache, Bool[Array, "B V"]]
+
 
 def generate(
     model: Decoder,
@@ -102,7 +104,7 @@ def generate(
     how: Any = dict(dtype=dtype, execution=execution)
     keys, stops = jax.random.split(jax.random.key(seed), new_tokens), np.array(stop, np.int32)
     ended, held_lengths, due = np.zeros(len(sequences), bool), lengths, False
-    state: tuple[Any, ...] | None = None
+    state: Any = None  # The newest token, the cache, and the tokens seen.
     # Processes must draw equally many tokens, but their clocks differ.
     alone = jax.process_count() == 1
     done, ahead = 0, 1 if alone else MOST_AHEAD
@@ -125,7 +127,7 @@ def generate(
             coming = keys[np.minimum(done + np.arange(MOST_AHEAD), new_tokens - 1)]
             started = time.perf_counter()
             rest = coming, lengths, ended, stops, np.int32(count)
-            drawn, count, *state = _steps(model, *state, *rest, sampling=sampling, **how)
+            drawn, count, state = _steps(model, *state, *rest, sampling=sampling, **how)
             tokens = np.asarray(drawn)[: int(count)]
             seconds = time.perf_counter() - started
         for sequence, new in zip(sequences, tokens.T, strict=True):
@@ -227,7 +229,7 @@ def _steps(
     sampling: Sampling,
     dtype: DTypeLike,
     execution: Execution,
-) -> tuple[Int[Array, "N B"], Int[Array, ""], Int[Array, "B"], Cache, Bool[Array, "B V"]]:
+) -> tuple[Int[Array, "N B"], Int[Array, ""], _State]:
     """Draws up to `count` tokens for each sequence, fewer if all sequences end.
 
     Args:
@@ -238,7 +240,7 @@ def _steps(
       ended: sequences that have ended; their new tokens are -1.
 
     Returns:
-      The new tokens and their number, then `token`, `cache` and `seen` after them.
+      The new tokens, their number, and `token`, `cache` and `seen` after them.
     """
 
     def unfinished(carry):
@@ -261,5 +263,5 @@ def _steps(
 
     drawn = jnp.full((len(keys), len(token)), -1, jnp.int32)
     carry = jnp.zeros((), jnp.int32), drawn, token, cache, seen, ended
-    i, drawn, *state, _ = jax.lax.while_loop(unfinished, step, carry)
-    return drawn, i, *state
+    i, drawn, token, cache, seen, _ = jax.lax.while_loop(unfinished, step, carry)
+    return drawn, i, (token, cache, seen)

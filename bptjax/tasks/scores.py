@@ -4,13 +4,17 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
 from statistics import NormalDist
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 from jax.typing import DTypeLike
 
 from bptjax.data.tokenizer import Tokenizer
+from bptjax.models.cache import Cache
+from bptjax.models.config import ModelConfig
 from bptjax.models.decoder import Decoder
 from bptjax.models.generation import continuations
 from bptjax.models.sampling import Sampling
@@ -18,10 +22,11 @@ from bptjax.tasks.sample import Sample, Sampler
 
 # Probability that an interval covers, and resamples of a bootstrap.
 COVERAGE, RESAMPLES = 0.95, 2000
-# Largest number of prompt tokens that the model reads at a time.
-CHUNK = 2048
+# Largest number of prompt tokens that the model reads at a time, of sequences in a batch, and of
+# bytes of the cache of a batch of several.
+CHUNK, BATCH, CACHE_BYTES = 2048, 16, 2 * 2**30
 # Samples that are made before the model needs them.
-AHEAD = 4
+AHEAD = BATCH
 
 
 class Answer(NamedTuple):
@@ -35,21 +40,40 @@ class Answer(NamedTuple):
 def answers(
     model: Decoder, tokenizer: Tokenizer, sampler: Sampler, count: int, dtype: DTypeLike
 ) -> Iterator[Answer]:
-    """Yields the model's greedy answers to the first `count` samples. `dtype` is that of the
-    computation. Parameters on a mesh are used there."""
+    """Yields the model's greedy answers to the first `count` samples, which it reads in batches.
+    `dtype` is that of the computation. Parameters on a mesh are used there."""
+    batch = batch_size(model.config, sampler.length, count, dtype)
     # Prompts of nearly the same length then have caches of the same size.
-    chunk = min(CHUNK, 2 ** max(int(np.log2(sampler.length)) - 2, 0))
-    for sample in made_ahead(sampler.__getitem__, count):
-        *_, (text,) = continuations(
-            model,
-            tokenizer,
-            [sample.ids],
-            new_tokens=sample.new_tokens,
-            sampling=Sampling(temperature=0.0),
-            prefill_chunk=chunk,
-            dtype=dtype,
-        )
-        yield Answer(sample, text, sampler.task.score(text, sample.drawn.references))
+    chunk = min(CHUNK // batch, 2 ** max(int(np.log2(sampler.length)) - 2, 0))
+    made = made_ahead(sampler.__getitem__, count)
+    while samples := list(islice(made, batch)):
+        # Batches of one size share a program.
+        padded = samples + samples[-1:] * (batch - len(samples))
+        texts = [""] * batch
+        for step, longer in enumerate(
+            continuations(
+                model,
+                tokenizer,
+                [sample.ids for sample in padded],
+                new_tokens=max(sample.new_tokens for sample in padded),
+                sampling=Sampling(temperature=0.0),
+                prefill_chunk=chunk,
+                dtype=dtype,
+            )
+        ):
+            for i, sample in enumerate(padded):
+                texts[i] = longer[i] if step < sample.new_tokens else texts[i]
+        for sample, text in zip(samples, texts, strict=False):
+            yield Answer(sample, text, sampler.task.score(text, sample.drawn.references))
+
+
+def batch_size(config: ModelConfig, length: int, count: int, dtype: DTypeLike) -> int:
+    """Returns how many of `count` sequences of this length are read at once: a power of two. It
+    depends on no device, because the processes of a run must agree."""
+    cache = jax.eval_shape(lambda: Cache.empty(config, 1, length, dtype))
+    size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache))
+    most = max(min(CACHE_BYTES // size, BATCH, count), 1)
+    return 2 ** (most.bit_length() - 1)
 
 
 def made_ahead(make: Callable[[int], Sample], count: int) -> Iterator[Sample]:

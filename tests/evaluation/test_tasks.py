@@ -12,6 +12,7 @@ from bptjax.cli import evaluate
 from bptjax.data.tokenizer import ByteTokenizer
 from bptjax.models.config import ModelConfig
 from bptjax.models.decoder import Decoder
+from bptjax.models.sampling import Sampling
 from bptjax.tasks import TASKS, scores
 from bptjax.tasks.needles import KEY, hide
 from bptjax.tasks.sample import Sampler, encoder, first_number, recall
@@ -163,9 +164,12 @@ def command(tmp_path, model, monkeypatch):
     asked = []
 
     def answers(model, tokenizer, prompts, *, new_tokens, **_):
-        asked.append(tokenizer.decode(prompts[0].tolist()))
-        references = re.findall(r"is (\d{7})\b", asked[-1]) or [asked[-1].split("key is ")[1][:5]]
-        yield ["" if len(asked) % 2 else f" {references[0]}."]
+        texts = []
+        for prompt in prompts:
+            asked.append(text := tokenizer.decode(prompt.tolist()))
+            references = re.findall(r"is (\d{7})\b", text) or [text.split("key is ")[1][:5]]
+            texts.append("" if len(asked) % 2 else f" {references[0]}.")
+        yield texts
 
     monkeypatch.setattr(scores, "continuations", answers)
     monkeypatch.setattr(evaluate, "open_decoder", lambda *a, **k: (model, CHAT))
@@ -225,6 +229,34 @@ def test_rows_of_other_weights_are_refused(command, model, monkeypatch, capsys):
     monkeypatch.setattr(evaluate, "open_decoder", lambda *a, **k: (other, CHAT))
     assert command(*flags)[0] == 2
     assert "tasks.json has rows with weights=" in capsys.readouterr().err
+
+
+@pytest.mark.thorough
+def test_a_batch_gives_the_answers_of_single_samples(model):
+    """Prompts of unequal lengths, and a last batch that is not full."""
+    task, count = sampler("niah_multiquery", 1200, CHAT), 5
+    assert scores.batch_size(model.config, task.length, count, "float32") == 4
+    together = list(scores.answers(model, CHAT, task, count, "float32"))
+    assert len({len(each.sample.ids) for each in together}) > 1
+    for index, answer in enumerate(together):
+        assert np.array_equal(answer.sample.ids, task[index].ids)
+        *_, (text,) = scores.continuations(
+            model,
+            CHAT,
+            [answer.sample.ids],
+            new_tokens=answer.sample.new_tokens,
+            sampling=Sampling(temperature=0.0),
+            dtype="float32",
+        )
+        assert answer.text == text
+
+
+def test_batches_fit_into_their_bytes():
+    """Caches of 2 layers, keys and values of 4 heads of 64 in 2 bytes: 2 KiB a token."""
+    config = ModelConfig(vocab_size=257, hidden_size=256, num_layers=2, num_heads=4)
+    sizes = [scores.batch_size(config, n, 100, "bfloat16") for n in (1000, 120_000, 240_000, 2**21)]
+    assert sizes == [16, 8, 4, 1]
+    assert scores.batch_size(config, 1000, 5, "bfloat16") == 4
 
 
 def test_a_small_model_answers(tmp_path, model, capsys, monkeypatch):

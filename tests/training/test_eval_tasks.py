@@ -23,11 +23,11 @@ def test_a_run_keeps_the_checkpoint_with_the_best_score(arguments, tmp_path, mon
     asked = []
 
     def answers(model, tokenizer, prompts, **options):
-        *_, (text,) = real(model, tokenizer, prompts, **{**options, "new_tokens": 2})
-        prompt, evaluation = tokenizer.decode(prompts[0].tolist()), len(asked) // 4
-        asked.append(prompt)
-        key = prompt.partition("key is ")[2][:5]
-        yield [key if evaluation in (0, 2) else text]
+        *_, texts = real(model, tokenizer, prompts, **{**options, "new_tokens": 2})
+        evaluation = len(asked) // 4
+        asked.extend(tokenizer.decode(prompt.tolist()) for prompt in prompts)
+        keys = [prompt.partition("key is ")[2][:5] for prompt in asked[-len(prompts) :]]
+        yield keys if evaluation in (0, 2) else texts
 
     real = scores.continuations
     monkeypatch.setattr(scores, "continuations", answers)
