@@ -93,7 +93,7 @@ def _model_flags(parser: Parser) -> None:
     add("--model", required=True, help="Hugging Face, converted or run directory, or a hub id")
     add("--tokenizer", help="byte or a directory. If not set, the tokenizer of the model.")
     dtype = "dtype of the computation. If not set, float32 on a CPU with memory for it, else the "
-    dtype += "dtype of the model."
+    dtype += "dtype that a run computes in, or of the model."
     add("--dtype", choices=DTYPES, help=dtype)
     device = "device to run on. auto refuses the CPU of a machine with an NVIDIA GPU."
     add("--device", choices=["auto", "cpu", "gpu"], default="auto", help=device)

@@ -61,9 +61,9 @@ def load(
       name: Hugging Face directory or hub id, directory of `bptjax convert`, run directory, or PEFT
         directory of an adapter. Adapters are loaded with their base model, and not merged.
       tokenizer: byte, or a directory. Defaults to the checkpoint's tokenizer.
-      dtype: dtype of the parameters. Defaults to the dtype of the checkpoint's embedding; on a CPU
-        to float32 if it fits in the available memory, because a CPU converts 16-bit parameters
-        again for each token.
+      dtype: dtype of the parameters. Defaults to the dtype that a run computes in, or that of
+        another checkpoint's embedding; on a CPU to float32 if it fits in the available memory,
+        because a CPU converts 16-bit parameters again for each token.
       device: a device, or its kind: gpu, cpu, or auto, which refuses the CPU of a machine with an
         NVIDIA GPU.
       tp: devices that shard heads, feed-forward network and vocabulary.
@@ -180,7 +180,7 @@ def _default_dtype(
     # Image encoders have no embedding.
     own = jnp.dtype((specs.get("embedding") or next(iter(specs.values()))).dtype)
     if platform != "cpu":
-        return own
+        return jnp.dtype(pretrained.computed_in or own)
     quantized: Any = ()
     if pretrained.adapters is not None and pretrained.adapters.config.type == "qlora":
         quantized = linear_kernels(jax.eval_shape(lambda: new_model(config, jax.random.key(0))))

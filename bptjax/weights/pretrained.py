@@ -59,6 +59,8 @@ class Pretrained:
       others: tensors outside the model that exports keep; None if there are none.
       new: shapes of a classifier head's parameters that the files do not hold, by path.
       seed: seed of the new parameters.
+      computed_in: dtype that a run's steps compute in on a GPU; None for another checkpoint, and
+        for a run of adapters.
     """
 
     config: ModelConfig
@@ -71,6 +73,7 @@ class Pretrained:
     others: OtherTensors | None = None
     new: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     seed: int = 0
+    computed_in: str | None = None
 
     @cached_property
     def fingerprint(self) -> str:
@@ -192,11 +195,12 @@ def open_pretrained(wanted: ModelConfig, seed: int = 0) -> Pretrained:
         )
     sidecars = directory / SIDECARS if (directory / SIDECARS).is_dir() else None
     family, read_as = read_config(sidecars) if sidecars else (None, None)
+    computed_in = None
     if (directory / "checkpoints").is_dir():
         run = _run_config(directory)
         if run.adapter.type != "none":
             return _open_adapters(directory, run.model, run.adapter, wanted)
-        source = RunCheckpoint(directory)
+        source, computed_in = RunCheckpoint(directory), run.compute_dtype
         config = _trained_config(run, read_as, source)
     elif read_as is not None and (directory / SINGLE).exists():
         source, config = ConvertedCheckpoint(directory), read_as
@@ -209,7 +213,15 @@ def open_pretrained(wanted: ModelConfig, seed: int = 0) -> Pretrained:
     if "head" in source.specs:
         # A multimodal model's config may say that there is no head; see `HFCheckpoint`.
         config = replace(config, tied_head=False)
-    return Pretrained(merge(config, wanted), source, family, read_as, sidecars, others=others)
+    return Pretrained(
+        merge(config, wanted),
+        source,
+        family,
+        read_as,
+        sidecars,
+        others=others,
+        computed_in=computed_in,
+    )
 
 
 class NoParameters:
@@ -293,6 +305,8 @@ class _RunConfig:
     model: ModelConfig
     adapter: AdapterConfig = field(default_factory=AdapterConfig)
     seq_len: int = 0
+    # Not in the file if it is the default of fine-tuning, which depends on the platform.
+    compute_dtype: str = "bfloat16"
 
 
 def _run_config(directory: Path) -> _RunConfig:
@@ -305,7 +319,10 @@ def _run_config(directory: Path) -> _RunConfig:
     try:
         tree = read_yaml(file)
         groups = {"model": tree["model"], "adapter": dict(tree.get("adapter", {}).items())}
-        return parse_tree(groups | {"seq_len": tree["train"]["seq_len"]}, _RunConfig)
+        groups["seq_len"] = tree["train"]["seq_len"]
+        if dtype := tree["train"].get("compute_dtype"):
+            groups["compute_dtype"] = dtype
+        return parse_tree(groups, _RunConfig)
     except (TypeError, KeyError, AttributeError, ValueError, OverflowError) as error:
         raise ValueError(f"{file}: must be the config of a run: {error}") from error
 

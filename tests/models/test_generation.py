@@ -3,6 +3,7 @@
 import functools
 import itertools
 import json
+import shutil
 from dataclasses import replace
 
 import jax
@@ -21,6 +22,7 @@ from bptjax.models.decoder import Decoder
 from bptjax.models.execution import Execution
 from bptjax.models.generation import continuations, generate
 from bptjax.models.sampling import Sampling
+from bptjax.weights import loading
 
 SMALL = Execution(q_chunk=8, k_chunk=8, ffn_chunk=10)
 GREEDY = Sampling(temperature=0.0)
@@ -275,6 +277,19 @@ def test_command_line(run_directory, capsys):
 
 
 @pytest.mark.thorough
+def test_gpus_take_the_dtype_that_a_run_computes_in(run_directory, tmp_path):
+    """Parameters of a run are float32. Fine-tuning's default, bfloat16, is not in its config."""
+    run = shutil.copytree(run_directory, tmp_path / "run")
+    config = (run / "config.yaml").read_text()
+    assert "compute_dtype: float32" in config
+    for written, dtype in (("float32", "float32"), ("bfloat16", "bfloat16"), ("null", "bfloat16")):
+        text = config.replace("compute_dtype: float32", f"compute_dtype: {written}")
+        (run / "config.yaml").write_text(text)
+        found, _ = loading.open_decoder(str(run), None, pytest.fail)
+        assert loading._default_dtype(found, "gpu", 1, (1, 8), pytest.fail) == dtype
+        assert loading._default_dtype(found, "cpu", 1, (1, 8), pytest.fail) == jnp.float32
+
+
 def test_text_beyond_the_positions_of_the_model_warns(run_directory, tmp_path, capsys):
     from bptjax.cli import evaluate
 
