@@ -9,6 +9,7 @@ thousandth of the largest value of all gradients if that is larger.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import tempfile
@@ -29,7 +30,7 @@ import peft  # noqa: E402
 import tokenizers  # noqa: E402
 import torch  # noqa: E402
 import transformers  # noqa: E402
-from trl import DPOConfig, DPOTrainer  # noqa: E402
+from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer  # noqa: E402
 from trl.experimental.cpo import CPOConfig, CPOTrainer  # noqa: E402
 from trl.experimental.orpo import ORPOConfig, ORPOTrainer  # noqa: E402
 
@@ -41,11 +42,13 @@ from bptjax.data.loader import eval_loader  # noqa: E402
 from bptjax.data.preferences import read_preference  # noqa: E402
 from bptjax.data.references import key_of  # noqa: E402
 from bptjax.data.tokenizer import ByteTokenizer  # noqa: E402
+from bptjax.data.unpaired import read_unpaired, with_another  # noqa: E402
 from bptjax.models.config import ModelConfig  # noqa: E402
 from bptjax.models.execution import ExecutionConfig  # noqa: E402
 from bptjax.models.params import param_path  # noqa: E402
 from bptjax.objectives import ObjectiveConfig  # noqa: E402
-from bptjax.objectives.dpo import DPO  # noqa: E402
+from bptjax.objectives.preferences import AnswersObjective  # noqa: E402
+from bptjax.objectives.reference import Referring  # noqa: E402
 from bptjax.parallel.mesh import ParallelConfig, make_mesh  # noqa: E402
 from bptjax.training.spec import TrainSpec  # noqa: E402
 from bptjax.training.state import gather_adapters, init_state  # noqa: E402
@@ -82,6 +85,8 @@ LOSSES: dict[str, dict[str, Any]] = {
     for name in ("sigmoid", "robust", "hinge", "ipo", "sigmoid_norm", "apo_zero")
 }
 LOSSES["robust"]["label_smoothing"] = SMOOTHING
+WEIGHTS = dict(desirable_weight=1.5, undesirable_weight=0.7)
+LOSSES["kto"] = dict(type="kto", beta=BETA, **WEIGHTS)
 LOSSES |= dict(orpo=dict(type="orpo", beta=BETA), simpo=dict(type="simpo", beta=2.0, gamma=0.5))
 RECORDS = [
     dict(prompt="2+3=", chosen="5", rejected="seven"),
@@ -89,6 +94,21 @@ RECORDS = [
     dict(prompt="a", chosen="bcdefgh", rejected="xyz"),
     dict(prompt="The capital of France is", chosen=" Paris.", rejected=" Rome, I think."),
 ]
+SINGLE = [
+    dict(prompt=each["prompt"], completion=each["rejected" if i % 3 else "chosen"], label=not i % 3)
+    for i, each in enumerate(RECORDS)
+]
+
+
+def records_of(loss: str) -> list[Any]:
+    """Returns the records of a loss, as the loader reads them with the default seed."""
+    if loss != "kto":
+        return [read_preference(each, "text", f"record {i}") for i, each in enumerate(RECORDS)]
+    alone = [read_unpaired(each, "text", f"record {i}") for i, each in enumerate(SINGLE)]
+    found: list[Any] = [with_another(DataConfig().seed, alone, i) for i in range(len(alone))]
+    if [each.other for each in found] != [alone[i - 1] for i in range(len(alone))]:
+        raise RuntimeError("the other record is not the one before, as in TRL")
+    return found
 
 
 def tokenizer() -> transformers.PreTrainedTokenizerFast:
@@ -116,12 +136,18 @@ def load(directory: Path) -> transformers.PreTrainedModel:
     )
 
 
+class KLBelow0(Exception):
+    pass
+
+
 class Theirs:
     """A family's base model, and the model to train, in files; TRL's losses and gradients."""
 
-    def __init__(self, directory: Path, config: transformers.PreTrainedConfig, lora: bool):
+    def __init__(
+        self, directory: Path, config: transformers.PreTrainedConfig, lora: bool, seed: int
+    ):
         self.base, self.policy, self.lora = directory / "base", directory / "policy", lora
-        torch.manual_seed(0)
+        torch.manual_seed(seed)
         model = transformers.AutoModelForCausalLM.from_config(config)
         move(model, 0.1)
         model.save_pretrained(self.base)
@@ -140,7 +166,8 @@ class Theirs:
         return peft.PeftModel.from_pretrained(base, directory or self.policy, is_trainable=True)
 
     def trainer(self, name: str, out: Path) -> Any:
-        model, how = self.model(), dict(train_dataset=datasets.Dataset.from_list(RECORDS))
+        records = SINGLE if name == "kto" else RECORDS
+        model, how = self.model(), dict(train_dataset=datasets.Dataset.from_list(records))
         how |= dict(processing_class=tokenizer(), model=model)
         args: dict[str, Any] = dict(output_dir=str(out), use_cpu=True, bf16=False, report_to="none")
         args |= dict(per_device_train_batch_size=len(RECORDS), gradient_checkpointing=False)
@@ -150,12 +177,18 @@ class Theirs:
         if name == "simpo":
             more = dict(loss_type="simpo", cpo_alpha=0.0, simpo_gamma=LOSSES[name]["gamma"])
             return CPOTrainer(args=CPOConfig(**args, **more), **how)
+        if name == "kto":
+            return KTOTrainer(ref_model=load(self.base), args=KTOConfig(**args, **WEIGHTS), **how)
         smoothing = LOSSES[name].get("label_smoothing", 0.0)
         config = DPOConfig(**args, loss_type=[name], label_smoothing=smoothing)
         return DPOTrainer(ref_model=load(self.base), args=config, **how)
 
     def learn(self, name: str, out: Path) -> tuple[float, dict[str, np.ndarray]]:
-        """Returns the loss, and the gradients by the names of transformers' modules."""
+        """Returns the loss, and the gradients by the names of transformers' modules.
+
+        Raises:
+          KLBelow0: the KL of KTO is not positive, so that it would not count.
+        """
         trainer = self.trainer(name, out)
         (batch,) = trainer.get_train_dataloader()
         model = trainer.model.eval()
@@ -165,6 +198,8 @@ class Theirs:
             loss = -chosen.mean() - trainer.odds_ratio_loss(chosen, rejected)[0].mean()
         else:
             loss = trainer.compute_loss(model, batch)
+        if not all(value > 0 for value in trainer._metrics["eval"]["kl"]):
+            raise KLBelow0
         loss.backward()
         return loss.item(), {
             name: p.grad.numpy() for name, p in model.named_parameters() if p.grad is not None
@@ -187,10 +222,11 @@ def learn(theirs: Theirs, name: str, shared: bool, out: Path) -> tuple[float, di
     spec = TrainSpec(config, pretrained.config, mesh, pretrained)
     if theirs.lora:
         # They are new adapters, moved so that they differ from the reference.
-        if isinstance(spec.objective, DPO):
+        if isinstance(spec.objective, Referring):
             vars(spec)["objective"] = replace(spec.objective, reference="adapters_off")
     state = init_state(spec)
-    documents = [read_preference(each, "text", f"record {i}") for i, each in enumerate(RECORDS)]
+    assert isinstance(spec.objective, AnswersObjective)
+    answers, documents = spec.objective.answers, records_of(name)
     byte, data = ByteTokenizer(), DataConfig(packing="best_fit")
     if "reference" in spec.encoding.fields:
         examples = [e for d in documents for e in spec.encoding.encode(d, byte, data)]
@@ -202,11 +238,11 @@ def learn(theirs: Theirs, name: str, shared: bool, out: Path) -> tuple[float, di
         with jax.set_mesh(mesh):
             scores = answer_scorer(spec)(model, spec.layout.put(rows))
         keys = map(key_of, examples)
-        spec.references.fill(dict(zip(keys, np.asarray(scores)[:, :2], strict=True)))
+        spec.references.fill(dict(zip(keys, np.asarray(scores)[:, :answers], strict=True)))
     how = dict(seq_len=T, encoding=spec.encoding, batch_size=len(documents))
     (batch,) = eval_loader(documents, byte, data, **how)
-    if batch["answers"].max() <= 2:
-        raise RuntimeError("no two pairs share a sequence")
+    if batch["answers"].max() <= answers:
+        raise RuntimeError("no two records share a sequence")
     with jax.set_mesh(mesh):
         sums, found, count = jax.jit(partial(gradients, spec))(state, spec.layout.put(batch))
     found = jax.tree.map(lambda x: x / count.astype(x.dtype), found)
@@ -225,6 +261,19 @@ def learn(theirs: Theirs, name: str, shared: bool, out: Path) -> tuple[float, di
     read = theirs.model(out)
     loss = float(sums.loss) / int(count)
     return loss, {name: p.detach().numpy() for name, p in read.named_parameters()}
+
+
+def open_theirs(
+    directory: Path, family: str, lora: bool, loss: str
+) -> tuple[Theirs, tuple[float, dict[str, np.ndarray]]]:
+    """Returns TRL's side of a comparison, with the first seed of which all terms of the loss count,
+    and its loss and gradients."""
+    for seed in range(99):
+        own = directory / f"{loss} {seed}"
+        theirs = Theirs(own, FAMILIES[family], lora, seed)
+        with contextlib.suppress(KLBelow0):
+            return theirs, theirs.learn(loss, own / "trl")
+    raise RuntimeError("KL is never positive")
 
 
 def difference(found: Mapping[str, np.ndarray], wanted: Mapping[str, np.ndarray]) -> float:
@@ -265,9 +314,8 @@ def main() -> None:
         for lora in (False, True):
             with tempfile.TemporaryDirectory() as name:
                 directory = Path(name)
-                theirs = Theirs(directory, FAMILIES[family], lora)
                 for loss in args.losses:
-                    wanted = theirs.learn(loss, directory / "trl")
+                    theirs, wanted = open_theirs(directory, family, lora, loss)
                     for layout in ("packed", "shared"):
                         out = directory / f"{loss} {layout}"
                         found = learn(theirs, loss, layout == "shared", out)

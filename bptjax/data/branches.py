@@ -27,6 +27,10 @@ class Branches(Compound):
     def chats(self) -> Sequence[Chat]:
         return self.branches
 
+    @property
+    def good(self) -> Chat:
+        return self.branches[0]
+
     def parts(self) -> Iterator[tuple[str, str]]:
         for number, chat in enumerate(self.branches, 1):
             lines = (f"[{each['role']}] {each.get('content') or each}" for each in chat.messages)

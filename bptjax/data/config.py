@@ -56,9 +56,10 @@ class DataConfig:
       format: record format: text; messages, sharegpt, alpaca, prompt_completion, self_instruct,
         prompt_answer, hh_rlhf, dolly or question_answer for chats; for a classifier label: text
         with a class number in the field label and, for pairs, a second text in the field text_pair;
-        for preferences preference: prompt, chosen and rejected; for objective.type=branched
-        branches: messages, and branches, a list with the messages of each continuation. auto takes
-        the first format whose fields a record has, else text; or the format of the objective.
+        for preferences preference: prompt, chosen and rejected; for objective.type=kto
+        unpaired_preference: prompt, completion and label; for objective.type=branched branches:
+        messages, and branches, a list with the messages of each continuation. auto takes the first
+        format whose fields a record has, else text; or the format of the objective.
       fields: fields of the records, with dots for nested fields, by the format's names for them,
         such as {prompt: question, answer: meta.response}. Other fields have the format's names.
       train_on_source: include prompts in the loss. By default only answers are.

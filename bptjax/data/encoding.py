@@ -1,6 +1,7 @@
 """How documents become the examples of an objective: all that the data need to know of a model."""
 
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
@@ -60,6 +61,8 @@ class Encoding:
       landmarks: landmarks of the documents, in a model with landmark attention.
       parts: returns the parts of an example, or of a document in a packed sequence, each with a
         line about it, for previews; by default one part, and no line.
+      pick: reads a document, given a seed, all documents of a source and an index, if examples
+        depend on several documents; by default they do not. It needs random access.
       references: log-probabilities of the answers, which each example gets if `fields` name them.
     """
 
@@ -70,6 +73,7 @@ class Encoding:
     masking: Callable[[Tokenizer, DataConfig], Masking] | None = None
     landmarks: Landmarks | None = None
     parts: Callable[[Example], list[tuple[str, Example]]] = lambda example: [("", example)]
+    pick: Callable[[int, Sequence[Document], int], Document] | None = None
     references: References = field(default_factory=References)
 
     def __post_init__(self):
@@ -113,4 +117,5 @@ class Encoding:
             config.bad_records,
             truncates=self.truncates,
             unit=1 if self.landmarks is None else self.landmarks.block_size,
+            pick=partial(self.pick, config.seed) if self.pick else operator.getitem,
         )

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import operator
 import os
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -228,6 +229,11 @@ def eval_loader(
 
 def _records(documents: Sequence[Document] | Stream, reader: RecordReader) -> AnyRecords:
     if isinstance(documents, Stream):
+        if reader.pick is not operator.getitem:
+            raise ValueError(
+                "data.path: must be files that fit into memory with an objective that compares "
+                "records; decompress them"
+            )
         return StreamRecords(documents, reader)
     return Records(documents, reader)
 

@@ -45,12 +45,16 @@ class Preference(Compound):
     def chats(self) -> Sequence[Chat]:
         return self.chosen, self.rejected
 
+    @property
+    def good(self) -> Chat:
+        return self.chosen
+
     def parts(self) -> Iterator[tuple[str, str]]:
         prompt = self.chosen.prompt
         if prompt:
-            yield PROMPT, _text(self.chosen.messages[:prompt])
+            yield PROMPT, formatted(self.chosen.messages[:prompt])
         for name, chat in ((CHOSEN, self.chosen), (REJECTED, self.rejected)):
-            yield name, _text(chat.messages[prompt:])
+            yield name, formatted(chat.messages[prompt:])
 
 
 def read_preference(fields: Mapping[str, Any], text_key: str, where: str) -> Preference:
@@ -69,9 +73,7 @@ def read_preference(fields: Mapping[str, Any], text_key: str, where: str) -> Pre
         messages, prompt, form = _messages(fields)
         sides = {CHOSEN: messages[0], REJECTED: messages[1]}
         for name, own in sides.items():
-            answers = [each for each in own[prompt:] if each["role"] == ANSWER]
-            if not any(each.get("content") or each.get("tool_calls") for each in answers):
-                raise ValueError(f"{name!r} must have an answer of the {ANSWER} that is not empty")
+            check_answer(own[prompt:], name)
         if messages[0] == messages[1]:
             raise ValueError(f"{CHOSEN!r} and {REJECTED!r} must differ")
         variables = template_variables(fields, where, OTHERS)
@@ -104,8 +106,8 @@ def _messages(
     else:
         if texts and not isinstance(prompt, list):
             form = "bare"
-        first, second = (_side(fields, name) for name in (CHOSEN, REJECTED))
-    start = _side(fields, PROMPT, "user") if prompt is not None else []
+        first, second = (messages_in(fields, name) for name in (CHOSEN, REJECTED))
+    start = messages_in(fields, PROMPT, "user") if prompt is not None else []
     inside = all(own and own[0]["role"] != ANSWER for own in (first, second))
     if not inside:
         if not start and form is None:
@@ -121,14 +123,25 @@ def _messages(
     return (first, second), common, form
 
 
-def _side(fields: Mapping[str, Any], name: str, role: str = ANSWER) -> list[Message]:
+def check_answer(messages: Sequence[Message], name: str) -> None:
+    """Checks the messages after a prompt, from the field `name`.
+
+    Raises:
+      ValueError: none of them is an answer that is not empty.
+    """
+    answers = [each for each in messages if each["role"] == ANSWER]
+    if not any(each.get("content") or each.get("tool_calls") for each in answers):
+        raise ValueError(f"{name!r} must have an answer of the {ANSWER} that is not empty")
+
+
+def messages_in(fields: Mapping[str, Any], name: str, role: str = ANSWER) -> list[Message]:
     """Returns the messages in a field; a text is one message of this role."""
     if isinstance(fields[name], str):
         return [{"role": role, "content": fields[name]}]
     return listed_messages(fields, name)
 
 
-def _text(messages: Sequence[Message]) -> str:
+def formatted(messages: Sequence[Message]) -> str:
     """Formats messages for previews."""
     if len(messages) == 1:
         return str(messages[0].get("content") or messages[0])
@@ -166,11 +179,15 @@ def encode_preference(
     numbers = pair[ANSWERS]
     if np.array_equal(pair["labels"][numbers == 1], pair["labels"][numbers == 2]):
         raise ValueError(f"{document.where}: {CHOSEN!r} and {REJECTED!r} must differ in a token")
-    if shared:
-        names = *FIELDS, ANSWERS
-        pair = tree([{name: own[name] for name in names} for own in documents(pair)])
-        del pair["leaves"]
-    return [pair]
+    return [with_shared_prompt(pair) if shared else pair]
+
+
+def with_shared_prompt(example: Example) -> Example:
+    """Lays out the documents of an example by `side_by_side` as a `tree`."""
+    names = *FIELDS, ANSWERS
+    laid_out = tree([{name: own[name] for name in names} for own in documents(example)])
+    del laid_out["leaves"]
+    return laid_out
 
 
 def shared_tokens(first: np.ndarray, second: np.ndarray) -> int:
@@ -185,7 +202,7 @@ def side_by_side(answers: Sequence[Sequence[Example]]) -> Example:
 
     Args:
       answers: `tokens` and `labels` of the documents of each answer. An answer has several
-        documents if its chat template changes earlier turns.
+        documents if its chat template changes earlier turns, and none if it only takes a number.
 
     Returns:
       An example with the documents' `segments` and `positions`, and with `answers`: the number of
@@ -205,11 +222,17 @@ def side_by_side(answers: Sequence[Sequence[Example]]) -> Example:
     return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
 
-def described_parts(example: Example) -> list[tuple[str, Example]]:
+def described_parts(
+    example: Example, names: Sequence[str] = (CHOSEN, REJECTED)
+) -> list[tuple[str, Example]]:
     """Returns each answer of an example, or of a document in a packed sequence, after its prompt,
-    with a line about it: which answer it is, how long its prompt is, and how much is shared."""
+    with a line about it: which answer it is, how long its prompt is, and how much is shared.
+
+    Args:
+      names: names of the answers to a prompt, in the order of their numbers.
+    """
     if "ends" not in example:
-        return [(_describe(own), own) for own in documents(example)]
+        return [(_describe(own, names), own) for own in documents(example)]
     numbers, place = example[ANSWERS], np.arange(len(example["tokens"]))
     # In a packed sequence, ends count from its first token.
     ends = example["ends"] - (example["ends"].max() - len(place))
@@ -220,11 +243,11 @@ def described_parts(example: Example) -> list[tuple[str, Example]]:
         parts.append({name: x[visible] for name, x in example.items()})
         shared &= visible
     text = f", {int(shared.sum()):,} of them shared"
-    return [(_describe(own) + text, own) for own in parts]
+    return [(_describe(own, names) + text, own) for own in parts]
 
 
-def _describe(document: Example) -> str:
+def _describe(document: Example, names: Sequence[str]) -> str:
     numbers, in_loss = document[ANSWERS], document["labels"] != IGNORED
-    name = (CHOSEN, REJECTED)[(int(numbers.max()) - 1) % 2]
+    name = names[(int(numbers.max()) - 1) % len(names)]
     # Token i predicts token i + 1.
     return f"{name} after a prompt of {int(in_loss.argmax()) + 1:,} tokens"

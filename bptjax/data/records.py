@@ -1,6 +1,7 @@
 """Converts records to examples, and handles records that are bad, too long or without a label."""
 
 import functools
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -56,6 +57,7 @@ class RecordReader:
         to it.
       images: the documents are images, with one sequence each.
       unit: lengths of examples and their pieces are multiples of this number of tokens.
+      pick: reads the document at an index of all documents of a source.
     """
 
     encode: Callable[..., list[Example]]
@@ -65,6 +67,7 @@ class RecordReader:
     truncates: bool = False
     images: bool = False
     unit: int = 1
+    pick: Callable[[Sequence[Document], int], Document] = operator.getitem
 
     def __call__(self, read: Callable[[], Document], where: Location) -> Record:
         """Reads and tokenizes the document at `where`.
@@ -131,8 +134,8 @@ class Records(Sequence[list[Example]]):
 
     def inspect(self, index: int) -> Record:
         """Reads a record, and counts the tokens and examples left out of it."""
-        documents = self.documents
-        return self.reader(lambda: documents[index], location(documents, index))
+        read = functools.partial(self.reader.pick, self.documents, index)
+        return self.reader(read, location(self.documents, index))
 
     def each(self, shard: int = 0, shards: int = 1) -> Iterator[tuple[Location, Record]]:
         """Reads every record of a shard, in order."""

@@ -39,7 +39,8 @@ class References:
             if logps is None:
                 raise ValueError(f"no log-probabilities in {FILE} of this run, {self._missing}")
             for number, logp in enumerate(logps, 1):
-                values[np.argmax(numbers == number)] = logp
+                place = np.flatnonzero(numbers == number)[:1]
+                values[place] = logp
         return example | {REFERENCE: values.view(np.int32)}
 
     def fill(self, logps: dict[bytes, np.ndarray]) -> None:

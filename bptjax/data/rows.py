@@ -49,6 +49,11 @@ class Compound:
         """The chats among the parts, which are used to inspect the tokenizer's template."""
         return ()
 
+    @property
+    def good(self) -> Chat | None:
+        """The chat whose last answer a model should give, if there is one."""
+        return None
+
     def parts(self) -> Iterator[tuple[str, str]]:
         """Yields the name and the text of each part, for previews."""
         raise NotImplementedError

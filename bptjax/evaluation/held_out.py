@@ -54,6 +54,19 @@ def saved_config(model: str) -> Config:
         raise ValueError(f"{file}: must be the config of a run: {error}") from error
 
 
+class _Counted:
+    """Batches, and the number of tokens in the loss in the last pass over them."""
+
+    def __init__(self, batches: Iterable[Example]):
+        self._batches, self.tokens = batches, 0
+
+    def __iter__(self) -> Iterator[Example]:
+        self.tokens = 0
+        for batch in self._batches:
+            self.tokens += int((batch["labels"] != IGNORED).sum())
+            yield batch
+
+
 class HeldOut:
     """The mean loss of `--data`: over the tokens in the loss, or over the pairs of preferences."""
 
@@ -115,33 +128,29 @@ class HeldOut:
         size, limit = spec.micro_batch_size, spec.config.train.eval_batches
         how |= dict(batch_size=size, max_batches=limit)
         evaluation = eval_loader(self.documents, tokenizer, data, **how)
-        sample, tokens = evaluation.sample, [0]
-
-        def counted(batches: Iterable[Example]) -> Iterator[Example]:
-            for batch in batches:
-                tokens[0] += int((batch["labels"] != IGNORED).sum())
-                yield batch
-
-        sources = {name: counted(batches) for name, batches in evaluation.sources.items()}
+        sample = evaluation.sample
+        sources = {name: _Counted(batches) for name, batches in evaluation.sources.items()}
         total = sample.batches if sample else -(-(account.epoch(data.packing) or 0) // size)
         with Progress("held-out loss", total) as progress:
             means = evaluator(spec)(model, sources, progress.advance)
         loss = means.pop("eval/loss")
+        tokens = sum(batches.tokens for batches in sources.values())
         row = dict(
             data=self.args.data,
             loss=loss,
             **({"perplexity": float(np.exp(loss))} if objective.unit == "token" else {}),
-            tokens=tokens[0],
+            tokens=tokens,
             records=sample.documents if sample else len(self.documents),
             of_records=len(self.documents),
             seq_len=seq_len,
-            **means,
+            # A mean over nothing is NaN.
+            **{name: x for name, x in means.items() if not math.isnan(x)},
         )
         if objective.likelihood and (sample is None or sample.complete):
             texts = list(readable(self.documents, data.bad_records))
             if all(isinstance(text, str) for text in texts):
                 bytes_of_text = sum(len(utf8(str(text))) for text in texts)
-                row["bits_per_byte"] = loss * tokens[0] / bytes_of_text / math.log(2)
+                row["bits_per_byte"] = loss * tokens / bytes_of_text / math.log(2)
         return [row]
 
     def _spec(self, model: Decoder) -> TrainSpec:

@@ -11,6 +11,7 @@ from bptjax.models.config import ModelConfig
 from bptjax.objectives.branches import NextTokenOfBranches
 from bptjax.objectives.classes import Classes
 from bptjax.objectives.dpo import DPO
+from bptjax.objectives.kto import KTO
 from bptjax.objectives.masked_tokens import MaskedTokens
 from bptjax.objectives.next_token import NextToken
 from bptjax.objectives.objective import Objective
@@ -29,6 +30,7 @@ OBJECTIVES: dict[str, Objective] = {
         DPO(),
         ORPO(),
         SimPO(),
+        KTO(),
         NextTokenOfBranches(),
     )
 }
@@ -46,22 +48,25 @@ class ObjectiveConfig:
       type: next_token trains decoders to predict the next token; masked_tokens trains encoders with
         masked_head to predict masked tokens; class trains encoders with classes to predict the
         class of a text or an image. dpo trains decoders on pairs of a better and a worse answer,
-        against a reference; orpo and simpo need no reference. branched trains decoders on
+        against a reference; orpo and simpo need no reference. kto trains decoders on single answers
+        with a label, against a reference. branched trains decoders on
         conversations with several continuations, which share their start. auto takes next_token,
         masked_tokens or class, by the model's head.
       loss: loss of dpo: sigmoid, robust, hinge, ipo, sigmoid_norm or apo_zero.
-      beta: factor on log-probabilities in dpo and simpo; larger values keep dpo closer to its
-        reference. Weight of the odds ratio in orpo. 0.1; for simpo 2.
+      beta: factor on log-probabilities in dpo, kto and simpo; larger values keep dpo and kto closer
+        to their reference. Weight of the odds ratio in orpo. 0.1; for simpo 2.
       label_smoothing: assumed share of pairs with exchanged answers, for the losses sigmoid, robust
         and sigmoid_norm of dpo.
       sft_weight: weight of the negative log-likelihood of the better answer, per token, in dpo and
         simpo.
-      share_prompt: keep one copy of the prompt of a pair for both answers, in preference losses of
-        models whose layers all have attention.
+      share_prompt: keep one copy of the prompt of a record for both answers, in preference losses
+        of models whose layers all have attention.
+      desirable_weight: factor on the losses of good answers in kto. 1.
+      undesirable_weight: factor on the losses of bad answers in kto. 1.
       gamma: margin between the answers in simpo.
       reference: source of the reference's log-probabilities. adapters_off runs the model without
-        adapters on each batch; cached scores all pairs once before training; auto takes the former
-        with new adapters, else the latter.
+        adapters on each batch; cached scores all answers once before training; auto takes the
+        former with new adapters, else the latter.
     """
 
     type: str = AUTO
@@ -70,6 +75,8 @@ class ObjectiveConfig:
     label_smoothing: float | None = None
     sft_weight: float | None = None
     share_prompt: bool | None = None
+    desirable_weight: float | None = None
+    undesirable_weight: float | None = None
     gamma: float | None = None
     reference: str | None = None
 

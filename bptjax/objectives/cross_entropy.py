@@ -22,6 +22,8 @@ class ForwardPass(NamedTuple):
       again: returns the hidden states of the same inputs in another model, without dropout.
       z_loss: train.z_loss; 0 in evaluations.
       chunk: number of tokens whose logits exist at once.
+      totals: `Objective.batch_sums` over the global batch, without a gradient; None if the batch
+        has only this micro-batch.
     """
 
     model: Transformer
@@ -30,6 +32,7 @@ class ForwardPass(NamedTuple):
     again: Callable[[Transformer], Array]
     z_loss: float
     chunk: int
+    totals: Array | None = None
 
 
 class Losses(NamedTuple):
@@ -38,7 +41,7 @@ class Losses(NamedTuple):
     Attributes:
       loss: minimized sum, in nats, including z-loss.
       z_loss: share of z-loss in `loss`, without a gradient.
-      metrics: sums of other metrics, without a gradient, by the names in `Objective.metrics`.
+      metrics: sums of other metrics, without a gradient, by the names in `Objective.sums`.
     """
 
     loss: Float[Array, ""]

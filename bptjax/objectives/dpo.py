@@ -1,7 +1,7 @@
 """Direct preference optimization and losses like it, which compare a policy with a reference."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax
@@ -9,20 +9,8 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
 
-from bptjax.data.encoding import Encoding
-from bptjax.data.references import REFERENCE
-from bptjax.models.config import ModelConfig
-from bptjax.objectives.cross_entropy import ForwardPass
 from bptjax.objectives.preferences import Pairs, Preferences, check_sft_weight
-from bptjax.objectives.reference import (
-    ADAPTERS_OFF,
-    AUTO,
-    CACHED,
-    REFERENCES,
-    chosen_reference,
-    logps_of_reference,
-)
-from bptjax.weights.lora import AdapterConfig
+from bptjax.objectives.reference import REFERENCES, Referring
 
 PerPair = Float[Array, "B P"]
 
@@ -94,7 +82,7 @@ LOSSES = {
 
 
 @dataclass(frozen=True)
-class DPO(Preferences):
+class DPO(Referring, Preferences):
     """Direct preference optimization.
 
     Attributes:
@@ -108,7 +96,6 @@ class DPO(Preferences):
     loss_: str = "sigmoid"
     label_smoothing: float = 0.0
     sft_weight: float = 0.0
-    reference: str = AUTO
 
     def __post_init__(self):
         super().__post_init__()
@@ -123,32 +110,12 @@ class DPO(Preferences):
                 f"{key}={smoothing}: must be 0 with objective.loss={self.loss_}; {known} read it"
             )
         check_sft_weight(self.sft_weight)
-        if self.reference not in REFERENCES:
-            known = ", ".join(REFERENCES)
-            raise ValueError(f"objective.reference={self.reference}: must be one of {known}")
-
-    def for_adapters(self, adapter: AdapterConfig, continued: bool) -> "DPO":
-        reference = chosen_reference(self.reference, adapter, continued)
-        return replace(self, reference=reference)
-
-    def encoding(self, model: ModelConfig) -> Encoding:
-        encoding = super().encoding(model)
-        if self.reference != CACHED:
-            return encoding
-        return replace(encoding, fields=(*encoding.fields, REFERENCE))
-
-    @property
-    def reference_passes(self) -> int:
-        return int(self.reference == ADAPTERS_OFF)
 
     def describe(self) -> str:
         text = f"{super().describe()}, loss {self.loss_}"
         for name in ("label_smoothing", "sft_weight"):
             text += f", {name} {getattr(self, name):g}" * bool(getattr(self, name))
         return f"{text}, reference {REFERENCES[self.reference]}"
-
-    def reference_logps(self, forward: ForwardPass) -> Float[Array, "B N"]:
-        return logps_of_reference(self.reference, forward)
 
     def rewards(self, pairs: Pairs) -> Float[Array, "B P 2"]:
         return pairs.gains

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
+import jax.numpy as jnp
 from jax import Array
 
 from bptjax.data.encoding import Encoding
@@ -28,8 +29,9 @@ class Objective:
       unit: unit over which the loss is averaged, for reports.
       likelihood: whether the loss covers all tokens of a text, so that bits per byte follow from
         it.
-      metrics: names of the other sums that `loss` returns. Their means are logged as `train/NAME`
-        and `eval/NAME`.
+      metrics: names of the other metrics, logged as `train/NAME` and `eval/NAME`; see `means`.
+      totals: whether `loss` reads `ForwardPass.totals`.
+      least_batch: smallest number of sequences in an optimizer step, if each has one record.
       token_losses: whether the loss reads the log-probabilities of single tokens, whose gradients
         need the logits twice if the output embedding is trained.
       learning_rates: default of optimizer.learning_rate for a checkpoint that is fine-tuned,
@@ -43,8 +45,15 @@ class Objective:
     unit: ClassVar[str] = "token"
     likelihood: ClassVar[bool] = False
     metrics: ClassVar[tuple[str, ...]] = ()
+    totals: ClassVar[bool] = False
+    least_batch: ClassVar[int] = 1
     token_losses: ClassVar[bool] = False
     learning_rates: ClassVar[tuple[float, float]] = 2e-5, 2e-4
+
+    @property
+    def sums(self) -> tuple[str, ...]:
+        """Names of the sums that `loss` returns for the metrics."""
+        return self.metrics
 
     @classmethod
     def settings(cls) -> dict[str, str]:
@@ -95,6 +104,16 @@ class Objective:
     def count(self, batch: Mapping[str, Array]) -> Array:
         """Returns the divisor of the sums of a batch `[..., B, T]`, int32."""
         return (batch["labels"] != IGNORED).sum()
+
+    def batch_sums(self, forward: ForwardPass) -> Array:
+        """Returns float32 sums over a micro-batch, whose totals over the global batch `loss` reads.
+        With several micro-batches, they take another forward pass over each."""
+        return jnp.zeros(0)
+
+    def means(self, sums: Mapping[str, Any], count: Any) -> dict[str, Any]:
+        """Returns the values of `metrics`, given the sums of `loss` over a batch and its count; NaN
+        for a mean over nothing."""
+        return {name: sums[name] / count for name in self.metrics}
 
     def loss(self, forward: ForwardPass) -> Losses:
         """Returns the sums over a micro-batch."""

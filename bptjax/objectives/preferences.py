@@ -1,4 +1,4 @@
-"""The common part of objectives that compare a better with a worse answer."""
+"""The common parts of objectives of answers, and of those that compare a better and a worse one."""
 
 import math
 from collections.abc import Mapping
@@ -22,48 +22,27 @@ from bptjax.objectives.objective import Objective
 
 
 @dataclass(frozen=True)
-class Pairs:
-    """Values of the two answers of each pair, `[B, pairs, 2]`, the better answer first.
+class AnswersObjective(Objective):
+    """An objective of answers to prompts. Its loss is a mean over records.
 
     Attributes:
-      logps, means: log-probability of each answer, and its mean per token.
-      gains, mean_gains: the same minus the reference's; equal to `logps` and `means` without a
-        reference.
+      answers: how many answers a record has, in the order of their numbers.
     """
 
-    logps: Float[Array, "B P 2"]
-    means: Float[Array, "B P 2"]
-    gains: Float[Array, "B P 2"]
-    mean_gains: Float[Array, "B P 2"]
-
-
-@dataclass(frozen=True)
-class Preferences(Objective):
-    """An objective of pairs of answers. Its loss is a mean over pairs."""
-
     needs = "a decoder"
-    record = PREFERENCE
-    unit = "pair"
-    metrics = (
-        "rewards/chosen",
-        "rewards/rejected",
-        "rewards/accuracies",
-        "rewards/margins",
-        "logps/chosen",
-        "logps/rejected",
-    )
     token_losses = True
     learning_rates = 1e-6, 1e-5
 
-    beta: float = 0.1
-    share_prompt: bool = False
-
+    answers: ClassVar[int] = 2
     # Values that keys of other groups may have.
     ALLOWED: ClassVar[dict[str, tuple[Any, ...]]] = {
         "data.too_long": ("drop", "error"),
         "data.train_on_source": (False,),
         "train.z_loss": (0.0,),
     }
+
+    beta: float = 0.1
+    share_prompt: bool = False
 
     def __post_init__(self):
         if not 0.0 < self.beta < math.inf:
@@ -87,24 +66,63 @@ class Preferences(Objective):
                 )
 
     def encoding(self, model: ModelConfig) -> Encoding:
-        return replace(
-            super().encoding(model),
-            encode=partial(encode_preference, shared=self.share_prompt),
-            fields=(*FIELDS, ANSWERS, *["ends"] * self.share_prompt),
-            parts=described_parts,
-        )
+        fields = (*FIELDS, ANSWERS, *["ends"] * self.share_prompt)
+        return replace(super().encoding(model), fields=fields)
 
     def count(self, batch: Mapping[str, Array]) -> Array:
-        return (batch[ANSWERS].max(-1) // 2).sum()
+        return (batch[ANSWERS].max(-1) // self.answers).sum()
+
+    def by_record(self, x: Float[Array, "B N"]) -> Float[Array, "B R answers"]:
+        """Returns values of numbered answers by record."""
+        padded = jnp.pad(x, ((0, 0), (0, -x.shape[1] % self.answers)))
+        return padded.reshape(x.shape[0], -1, self.answers)
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Values of the two answers of each pair, `[B, pairs, 2]`, the better answer first.
+
+    Attributes:
+      logps, means: log-probability of each answer, and its mean per token.
+      gains, mean_gains: the same minus the reference's; equal to `logps` and `means` without a
+        reference.
+    """
+
+    logps: Float[Array, "B P 2"]
+    means: Float[Array, "B P 2"]
+    gains: Float[Array, "B P 2"]
+    mean_gains: Float[Array, "B P 2"]
+
+
+@dataclass(frozen=True)
+class Preferences(AnswersObjective):
+    """An objective of pairs of answers, the better one first. Its loss is a mean over pairs."""
+
+    record = PREFERENCE
+    unit = "pair"
+    metrics = (
+        "rewards/chosen",
+        "rewards/rejected",
+        "rewards/accuracies",
+        "rewards/margins",
+        "logps/chosen",
+        "logps/rejected",
+    )
+
+    def encoding(self, model: ModelConfig) -> Encoding:
+        encode = partial(encode_preference, shared=self.share_prompt)
+        return replace(super().encoding(model), encode=encode, parts=described_parts)
 
     def loss(self, forward: ForwardPass) -> Losses:
         answers = score_answers(forward)
         with jax.named_scope("loss"):
-            logps, means, tokens = map(in_pairs, (answers.logps, answers.means, answers.tokens))
+            logps, means, tokens = map(
+                self.by_record, (answers.logps, answers.means, answers.tokens)
+            )
             reference = self.reference_logps(forward)
             gains, mean_gains = logps, means
             if reference is not None:
-                reference = jax.lax.stop_gradient(in_pairs(reference))
+                reference = jax.lax.stop_gradient(self.by_record(reference))
                 gains = logps - reference
                 mean_gains = gains / jnp.maximum(tokens, 1.0)
             pairs, exist = Pairs(logps, means, gains, mean_gains), tokens[..., 0] > 0
@@ -144,11 +162,6 @@ def check_sft_weight(value: float) -> None:
     """
     if not 0.0 <= value < math.inf:
         raise ValueError(f"objective.sft_weight={value}: must be finite and not negative")
-
-
-def in_pairs(x: Float[Array, "B N"]) -> Float[Array, "B P 2"]:
-    """Returns values of numbered answers by pair."""
-    return jnp.pad(x, ((0, 0), (0, x.shape[1] % 2))).reshape(x.shape[0], -1, 2)
 
 
 def _sum(values: Array, exist: Bool[Array, "B P"]) -> Float[Array, ""]:

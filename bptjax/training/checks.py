@@ -91,6 +91,13 @@ def check_spec(spec: TrainSpec) -> None:
     check_adapter(spec)
     check_float8(spec)
     check_in_backward(spec)
+    least, size = spec.objective.least_batch, spec.global_batch_size
+    if size < least and spec.config.data.packing == "none":
+        raise ValueError(
+            f"global batch size: {size} with data.packing=none: must be at least {least} with "
+            f"objective.type={spec.objective.name}, whose loss compares records; raise "
+            "train.per_device_train_batch_size or train.gradient_accumulation_steps"
+        )
     _ = spec.layout
 
 

@@ -29,13 +29,13 @@ class Losses(NamedTuple):
       begin: maps (model, micro-batch, dropout key) to `LayerInputs`.
       end: maps (model, micro-batch, dropout key, residual stream after the layers, auxiliary sums
         of the layers, totals) to (loss to differentiate, sums of the losses).
-      counts: maps (auxiliary sums, micro-batch) to the summands of `totals`; None if the loss does
-        not depend on totals of the batch.
+      summands: maps (model, micro-batch, residual stream, auxiliary sums) to the summands of
+        `totals`; None if the loss does not depend on totals of the batch.
     """
 
     begin: Callable[..., Any]
     end: Callable[..., tuple[Array, Any]]
-    counts: Callable[..., Any] | None
+    summands: Callable[..., Any] | None
 
 
 class StepInputs(NamedTuple):
@@ -156,8 +156,9 @@ def _run_forward(given: StepInputs, parameters: _Parameters) -> _Passes:
     )
     aux = jax.tree.map(lambda y: jnp.moveaxis(y, 1, 0), aux)
     totals = None
-    if losses.counts is not None and A > 1:
-        totals = jax.tree.map(lambda y: y.sum(0), _map(losses.counts, aux, batch))
+    if losses.summands is not None and A > 1:
+        summands = _map(partial(losses.summands, parameters.with_top(top)), batch, x, aux)
+        totals = jax.tree.map(lambda y: y.sum(0), summands)
 
     def loss_gradients(x, aux, batch, number):
         found = jax.grad(end, (0, 1, 2), has_aux=True)(top, x, aux, batch, number, totals)

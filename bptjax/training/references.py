@@ -11,6 +11,7 @@ from bptjax.data.examples import Example, blank, sequence
 from bptjax.data.grouping import stacked
 from bptjax.data.packing import pack
 from bptjax.data.references import FILE, REFERENCE, key_of
+from bptjax.objectives.preferences import AnswersObjective
 from bptjax.parallel.distributed import raise_together
 from bptjax.run.metrics import NullLogger, RunProgress
 from bptjax.run.output import plural, replaced_files
@@ -56,16 +57,18 @@ def complete_references(
                     "run_dir"
                 )
         return
+    assert isinstance(run.spec.objective, AnswersObjective)
     logps: dict[bytes, np.ndarray] = {}
+    answers = run.spec.objective.answers
     score, spec, total = answer_scorer(run.spec), run.spec, run.check.total or 0
     with jax.set_mesh(spec.mesh), Progress("scoring", total, progress.status) as shown:
         for keys, batch in _batches(run):
             scores = np.asarray(score(state.model, spec.layout.put(batch)))
             for own, values in zip(keys, scores, strict=True):
-                pairs = values[: 2 * len(own)].reshape(-1, 2)
-                logps |= {key: pair.copy() for key, pair in zip(own, pairs, strict=True)}
+                each = values[: answers * len(own)].reshape(-1, answers)
+                logps |= {key: x.copy() for key, x in zip(own, each, strict=True)}
                 shown.advance(len(own))
-    scored = plural(len(logps), "different pair")
+    scored = plural(len(logps), f"different {run.spec.objective.unit}")
     progress.log(f"reference: scored {scored} once, in {path}")
     run.spec.references.fill(logps)
     with raise_together():

@@ -381,7 +381,7 @@ def _eval_prompts(
 ) -> list[tuple[np.ndarray, np.ndarray, str]]:
     """Returns (prompt, answer, question) of `train.num_eval_generations` held-out chats, in random
     order. Tokenizes them now, so that a bad chat fails at the start, not at the first evaluation.
-    A record with several answers counts as a chat with its first one, the better of a pair.
+    A record of another format counts as a chat with its good answer, the better of a pair.
 
     Raises:
       ValueError: the held-out documents are not chats, or exceed the model's positions.
@@ -411,7 +411,7 @@ def _eval_prompts(
 def _answered(document: Document) -> Sequence[Chat]:
     """Returns the chat that a model can answer, if any."""
     if isinstance(document, Compound):
-        return [chat for chat in document.chats[:1] if chat.question]
+        return [document.good] if document.good and document.good.question else []
     return [document] if isinstance(document, Chat) else []
 
 

@@ -59,6 +59,18 @@ class AuxiliarySums(NamedTuple):
     labeled: Array
 
 
+class Totals(NamedTuple):
+    """Sums over the global batch that the loss of a micro-batch reads, without a gradient.
+
+    Attributes:
+      auxiliary: sums for the auxiliary loss.
+      objective: `Objective.batch_sums`.
+    """
+
+    auxiliary: AuxiliarySums
+    objective: Array
+
+
 class LossSums(NamedTuple):
     """Sums over a batch, in nats.
 
@@ -117,7 +129,7 @@ def loss_sums(
     batch: Batch,
     key: Array | None,
     z_loss: float,
-    totals: AuxiliarySums | None = None,
+    totals: Totals | None = None,
     outputs: tuple[Array, Auxiliary] | None = None,
 ) -> LossSums:
     """Sums the losses over a micro-batch `[B, T]`.
@@ -128,21 +140,43 @@ def loss_sums(
       outputs: results of the model, if it has already run.
     """
     hidden, aux = _run_model(spec, model, batch, key) if outputs is None else outputs
-
-    def again(other):
-        return _run_model(spec, other, batch, None)[0]
-
-    chunk = spec.execution.ce_chunk
-    losses = spec.objective.loss(ForwardPass(model, batch, hidden, again, z_loss, chunk))
+    forward = _forward_pass(spec, model, batch, hidden)._replace(z_loss=z_loss)
+    if totals is not None:
+        forward = forward._replace(totals=totals.objective)
+    losses = spec.objective.loss(forward)
     with jax.named_scope("loss"):
         auxiliary, counts = jnp.zeros(()), _counts(spec, aux, batch)
         feed_forward = FEED_FORWARDS[spec.model.feed_forward]
         if feed_forward.has_auxiliary_loss(spec.model):
-            total = counts if totals is None else totals
+            total = counts if totals is None else totals.auxiliary
             tokens = jnp.maximum(total.tokens, 1.0)
             share = feed_forward.auxiliary_loss(spec.model, aux, total.sums, tokens)
             auxiliary = total.labeled * share
     return LossSums(*losses, auxiliary, counts)
+
+
+def _forward_pass(spec: TrainSpec, model: Transformer, batch: Batch, hidden: Array) -> ForwardPass:
+    def again(other):
+        return _run_model(spec, other, batch, None)[0]
+
+    return ForwardPass(model, batch, hidden, again, 0.0, spec.execution.ce_chunk)
+
+
+def _totals(
+    spec: TrainSpec, model: Transformer, batch: Batch, hidden: Array, aux: Auxiliary
+) -> Totals:
+    """Returns a micro-batch's summands of the totals, given the results of the model."""
+    sums = jnp.zeros(0)
+    if spec.objective.totals:
+        sums = spec.objective.batch_sums(_forward_pass(spec, model, batch, hidden))
+    return Totals(_counts(spec, aux, batch), jax.lax.stop_gradient(sums))
+
+
+def _reads_totals(spec: TrainSpec) -> bool:
+    """Returns whether the loss of a micro-batch depends on the other micro-batches."""
+    return spec.objective.totals or FEED_FORWARDS[spec.model.feed_forward].has_auxiliary_loss(
+        spec.model
+    )
 
 
 def _in_float8(spec: TrainSpec, model: Transformer) -> Callable[[Transformer], Transformer]:
@@ -162,8 +196,9 @@ def gradients(spec: TrainSpec, state: TrainState, batch: Batch) -> tuple[LossSum
     Gradients are with respect to the trained parameters, and are summed in float32 over several
     micro-batches. A loss scale multiplies the gradients, not the losses.
 
-    The auxiliary loss is not a sum over tokens. With several micro-batches, an additional forward
-    pass over each computes the global batch's sums that the auxiliary loss needs.
+    The auxiliary loss, and the losses of some objectives, are not sums over tokens. With several
+    micro-batches, an additional forward pass over each computes the global batch's sums that such a
+    loss needs.
     """
     key = _step_key(state)
     factor = 1.0 if state.loss_scale is None else state.loss_scale.value
@@ -189,24 +224,22 @@ def gradients(spec: TrainSpec, state: TrainState, batch: Batch) -> tuple[LossSum
 
         return jax.lax.scan(add, zeros, (batch, jnp.arange(A)))[0]
 
-    def counts(micro_batch, number):
-        micro_key = jax.random.fold_in(key, number)
-        _, aux = _run_model(spec, in_float8(state.model), micro_batch, micro_key)
-        return _counts(spec, aux, micro_batch)
+    def summands(micro_batch, number):
+        micro_key, model = jax.random.fold_in(key, number), in_float8(state.model)
+        outputs = _run_model(spec, model, micro_batch, micro_key)
+        return _totals(spec, model, micro_batch, *outputs)
 
     A = batch["labels"].shape[0]
     if A == 1:
         losses, grads = losses_and_gradients(jax.tree.map(lambda x: x[0], batch), 0)
     else:
         first = jax.tree.map(lambda x: x[0], batch)
-        start = jax.tree.map(jnp.zeros_like, jax.eval_shape(counts, first, 0))
-        totals = None
-        if FEED_FORWARDS[spec.model.feed_forward].has_auxiliary_loss(spec.model):
-            totals = summed(counts, start)
+        start = jax.tree.map(jnp.zeros_like, jax.eval_shape(summands, first, 0))
+        totals = summed(summands, start) if _reads_totals(spec) else None
         zeros = jax.tree.map(lambda p: jnp.zeros_like(p, jnp.float32), trained)
         nothing = jnp.zeros(())
-        metrics = dict.fromkeys(spec.objective.metrics, nothing)
-        start = LossSums(nothing, nothing, metrics, nothing, start), constrained(zeros)
+        metrics = dict.fromkeys(spec.objective.sums, nothing)
+        start = LossSums(nothing, nothing, metrics, nothing, start.auxiliary), constrained(zeros)
         losses, grads = summed(partial(losses_and_gradients, totals=totals), start)
     return losses, grads, spec.objective.count(batch)
 
@@ -275,7 +308,8 @@ def train_step(
     }
     if not spec.model.causal:
         metrics["train/loss_tokens"] = count
-    metrics |= {f"train/{name}": x / count for name, x in losses.metrics.items()}
+    own = spec.objective.means(losses.metrics, count)
+    metrics |= {f"train/{name}": x for name, x in own.items()}
     if config.train.z_loss:
         metrics["train/z_loss"] = losses.z_loss / count
     feed_forward, totals = FEED_FORWARDS[spec.model.feed_forward], losses.counts
@@ -315,18 +349,23 @@ def _inputs(spec: TrainSpec, state: TrainState, batch: Batch, count: Array) -> S
 
 def _losses(spec: TrainSpec) -> Losses:
     """Returns the functions of a micro-batch for `step_in_backward`."""
-    feed_forward, z_loss = FEED_FORWARDS[spec.model.feed_forward], spec.config.train.z_loss
+    z_loss = spec.config.train.z_loss
 
     def begin(model, batch, key):
         return model.begin(**_model_inputs(spec, batch), dropout_key=key)
 
+    def hidden_states(model, batch, x):
+        return model.end(x, spec.objective.inputs(batch)["tokens"].shape[1])
+
     def end(model, batch, key, x, aux, totals):
-        hidden = model.end(x, spec.objective.inputs(batch)["tokens"].shape[1])
+        hidden = hidden_states(model, batch, x)
         losses = loss_sums(spec, model, batch, key, z_loss, totals, (hidden, aux))
         return losses.loss + losses.auxiliary, losses
 
-    has_auxiliary = feed_forward.has_auxiliary_loss(spec.model)
-    return Losses(begin, end, partial(_counts, spec) if has_auxiliary else None)
+    def summands(model, batch, x, aux):
+        return _totals(spec, model, batch, hidden_states(model, batch, x), aux)
+
+    return Losses(begin, end, summands if _reads_totals(spec) else None)
 
 
 def compile_step(
@@ -438,9 +477,7 @@ def answer_scorer(spec: TrainSpec) -> Callable[[Transformer, Batch], Array]:
     def score(model, batch):
         model, batch = _in_float8(spec, model)(model), jax.tree.map(lambda x: x[0], batch)
         hidden, _ = _run_model(spec, model, batch, None)
-        chunk = spec.execution.ce_chunk
-        forward = ForwardPass(model, batch, hidden, lambda other: hidden, 0.0, chunk)
-        return score_answers(forward).logps
+        return score_answers(_forward_pass(spec, model, batch, hidden)).logps
 
     return score
 
@@ -452,31 +489,50 @@ def evaluator(
     over all sources, in nats, and the objective's metrics; with several sources, also the mean loss
     of each source with labels.
 
-    The function calls its third argument after each batch but the last. At most two batches are in
-    flight, so that batches do not fill the device's memory.
+    The function calls its third argument after each batch but the last, with the share of the
+    batch's work that is done. At most two batches are in flight, so that batches do not fill the
+    device's memory. If the objective reads totals, there are two passes over all batches.
     """
 
     @jax.jit
-    def batch_sums(model, batch):
+    def batch_sums(model, batch, totals):
         batch = jax.tree.map(lambda x: x[0], batch)
-        losses = loss_sums(spec, model, batch, None, 0.0)
+        losses = loss_sums(spec, model, batch, None, 0.0, totals)
         return losses.loss, losses.metrics, spec.objective.count(batch)
 
-    def evaluate(model, sources, progress=lambda: None):
-        sums, names = [], []
+    @jax.jit
+    def summands(model, batch):
+        batch = jax.tree.map(lambda x: x[0], batch)
+        return _totals(spec, model, batch, *_run_model(spec, model, batch, None))
+
+    def results(function, model, sources, progress):
+        found = []
+        for name, batches in sources.items():
+            for batch in batches:
+                found.append((name, function(model, spec.layout.put(batch))))
+                if len(found) > 1:
+                    jax.block_until_ready(found[-2][1])
+                    progress()
+        return found
+
+    def evaluate(model, sources, progress=lambda share: None):
+        totals, share = None, partial(progress, 1 / (1 + spec.objective.totals))
         with jax.set_mesh(spec.mesh):
-            for name, batches in sources.items():
-                for batch in batches:
-                    sums.append(batch_sums(model, spec.layout.put(batch)))
-                    names.append(name)
-                    if len(sums) > 1:
-                        jax.block_until_ready(sums[-2])
-                        progress()
+            if spec.objective.totals:
+                each = [x for _, x in results(summands, model, sources, share)]
+                totals = jax.tree.map(lambda *x: sum(x), *each)
+            sums = results(partial(batch_sums, totals=totals), model, sources, share)
+        names, sums = zip(*sums, strict=True)
         losses, others, counts = zip(*jax.device_get(sums), strict=True)
-        each = {"eval/loss": losses}
-        each |= {f"eval/{name}": [x[name] for x in others] for name in spec.objective.metrics}
-        count = max(np.sum(counts, dtype=np.float64), 1.0)
-        means = {name: float(np.sum(x, dtype=np.float64) / count) for name, x in each.items()}
+        count = np.maximum(np.sum(counts, dtype=np.float64), 1.0)
+        means = {"eval/loss": float(np.sum(losses, dtype=np.float64) / count)}
+        totals = {
+            name: np.sum([x[name] for x in others], dtype=np.float64)
+            for name in spec.objective.sums
+        }
+        with np.errstate(invalid="ignore"):
+            own = spec.objective.means(totals, count)
+        means |= {f"eval/{name}": float(x) for name, x in own.items()}
         for source in sources if len(sources) > 1 else ():
             own = np.array(names) == source
             loss, count = (np.sum(np.array(x)[own], dtype=np.float64) for x in (losses, counts))

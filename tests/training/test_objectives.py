@@ -26,6 +26,7 @@ from bptjax.data.landmarks import Landmarks
 from bptjax.data.loader import eval_loader, train_loader
 from bptjax.data.preferences import read_preference
 from bptjax.data.tokenizer import ByteTokenizer
+from bptjax.data.unpaired import read_unpaired
 from bptjax.models.config import ModelConfig
 from bptjax.models.execution import ExecutionConfig
 from bptjax.models.groups.encoder import EncoderConfig
@@ -64,6 +65,18 @@ PAIRS = [
     )
     for n in range(10)
 ]
+UNPAIRED = [
+    read_unpaired(
+        {
+            "prompt": "p" * (1 + n % 4),
+            "completion": "abcdexyzvw"[n : n + 1 + n % 5],
+            "label": n % 3 > 0,
+        },
+        "text",
+        f"record {n}",
+    )
+    for n in range(10)
+]
 QUESTIONS = [
     [
         Chat(
@@ -87,6 +100,7 @@ CASES = {
     "dpo": Case(ModelConfig(**SIZES), PAIRS),
     "orpo": Case(ModelConfig(**SIZES), PAIRS),
     "simpo": Case(ModelConfig(**SIZES), PAIRS),
+    "kto": Case(ModelConfig(**SIZES), UNPAIRED),
     "branched": Case(
         ModelConfig(**SIZES), [Branches(each[0].where, tuple(each)) for each in QUESTIONS]
     ),
@@ -119,7 +133,10 @@ def assert_layouts_agree(case: Case, name: str):
     documents = separate["segments"].max()
     state, wanted = initial_state(spec), gradient_sums(spec, separate)
     assert int(wanted[2]) == int(spec.objective.count(jax.tree.map(np.asarray, separate))) > 0
-    assert set(wanted[0].metrics) == set(spec.objective.metrics)
+    assert set(wanted[0].metrics) == set(spec.objective.sums)
+    means = spec.objective.means(*jax.device_get((wanted[0].metrics, wanted[2])))
+    assert set(means) == set(spec.objective.metrics)
+    means["loss"] = np.divide(wanted[0].loss, wanted[2])
     for packing in case.packings:
         (batch,) = batches(spec, case.documents, packing, 16)
         assert (batch["segments"].max() > documents) == (packing != "none")
@@ -127,11 +144,9 @@ def assert_layouts_agree(case: Case, name: str):
         on_mesh = make_spec(case.model, name, ParallelConfig(fsdp=2, sp=2))
         assert_same(gradient_sums(on_mesh, batch, 2), wanted)
         found = evaluator(spec)(state.model, {"": batches(spec, case.documents, packing, 2)})
-        sums = {"loss": wanted[0].loss, **wanted[0].metrics}
-        assert found.keys() == {f"eval/{name}" for name in sums}
-        for name_, x in sums.items():
-            mean = np.divide(x, wanted[2])
-            np.testing.assert_allclose(found[f"eval/{name_}"], mean, rtol=1e-5, atol=1e-6)
+        assert found.keys() == {f"eval/{name}" for name in means}
+        for name_, x in means.items():
+            np.testing.assert_allclose(found[f"eval/{name_}"], x, rtol=1e-5, atol=1e-6)
 
 
 def assert_shapes_agree(case: Case, name: str):

@@ -132,15 +132,15 @@ def test_smoothing_exchanges_answers():
                 DPO(loss_=name, label_smoothing=0.1)
 
 
-def lora_spec(objective=None, model=MODEL):
-    spec = make_spec(model, "dpo")
+def lora_spec(objective=None, model=MODEL, kind="dpo"):
+    spec = make_spec(model, kind)
     config = replace(spec.config, adapter=AdapterConfig(type="lora", r=2))
     if objective:
         config = replace(config, objective=replace(config.objective, **objective))
     return replace(spec, config=config)
 
 
-def moved(spec):
+def moved(spec, seed=0):
     """The state with adapters that change the model."""
     state = initial_state(spec)
 
@@ -148,7 +148,7 @@ def moved(spec):
         if not isinstance(leaf, LoraKernel):
             return leaf
         b = leaf.b.get_value()
-        noise = jax.random.normal(jax.random.key(leaf.number), b.shape, b.dtype)
+        noise = jax.random.normal(jax.random.key(leaf.number + 100 * seed), b.shape, b.dtype)
         return replace(leaf, b=leaf.b.replace(noise))
 
     model = jax.tree.map(move, state.model, is_leaf=lambda x: isinstance(x, LoraKernel))
