@@ -44,6 +44,12 @@ SHOWN_TOKENS, SHOWN_LINES = 2000, 1000
 # Title and metrics of each chart, and whether its vertical axis starts at 0.
 CHARTS = (
     ("loss, nats per token", ("train/loss", "eval/loss"), False),
+    ("reward margin", ("train/rewards/margins", "eval/rewards/margins"), True),
+    (
+        "pairs with the larger reward for the better answer",
+        ("train/rewards/accuracies", "eval/rewards/accuracies"),
+        True,
+    ),
     ("throughput, tokens/s", ("throughput/tokens_per_second",), True),
     ("MFU", ("throughput/mfu",), True),
     ("peak memory of a device, GiB", ("memory/peak_gib",), True),

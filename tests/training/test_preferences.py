@@ -329,6 +329,8 @@ def test_a_run(folder):
     log = (folder / "run" / "log.txt").read_text()
     assert "objective: dpo, beta 0.1, loss sigmoid, reference log-probabilities from" in log
     assert "learning rate 0.01" in log and "reference: scored 20 different pairs once" in log
+    report = (folder / "run" / "report.html").read_text()
+    assert "reward margin by optimizer step" in report and "eval/rewards/accuracies" in report
 
 
 @pytest.mark.thorough
