@@ -33,22 +33,43 @@ def run(args: Namespace) -> int:
     """
     _check(args)
     chosen = {name: kind(args) for name, kind in EVALUATIONS.items() if kind.asked(args)}
-    pretrained, tokenizer = open_decoder(args.model, args.tokenizer, warn)
+    opened = {name: open_decoder(name, args.tokenizer, warn) for name in args.model}
     longest = max(each.longest or 1 for each in chosen.values())
-    if line := length_warning(pretrained.config, longest):
-        warn(line)
-    for evaluation in chosen.values():
-        evaluation.check(tokenizer)
-    model = load_opened(pretrained, args.dtype, args.device, warn, cached=(1, longest))
-    trained = trained_length(args.model, model)
-    for name, evaluation in chosen.items():
-        _report(evaluation, evaluation.rows(model, tokenizer), args.out / name, trained)
-    if trained is not None:
-        print(f"trained length: {trained:,} tokens")
+    for name, (pretrained, tokenizer) in opened.items():
+        if line := length_warning(pretrained.config, longest):
+            warn(line)
+        for evaluation in chosen.values():
+            evaluation.check(name, tokenizer)
+    rows: dict[str, list[dict[str, Any]]] = {kind: [] for kind in chosen}
+    trained: dict[str, int] = {}
+    # The last model chooses the tokens of LongPPL.
+    for name in reversed(args.model):
+        pretrained, tokenizer = opened[name]
+        if len(opened) > 1:
+            print(f"model: {name}")
+        model = load_opened(pretrained, args.dtype, args.device, warn, cached=(1, longest))
+        if (length := trained_length(name, model)) is not None:
+            trained[name] = length
+        for kind, evaluation in chosen.items():
+            found = evaluation.rows(name, model, tokenizer)
+            rows[kind] = [dict(model=name) | row for row in found] + rows[kind]
+            if name == args.model[0]:
+                _report(evaluation, rows[kind], args.out / kind, sorted(set(trained.values())))
+            else:
+                Console().print(evaluation.table(rows[kind]))
+        # Before the next model is loaded.
+        del model
+    for name in args.model:
+        if name in trained:
+            of = f" of {name}" if len(opened) > 1 else ""
+            print(f"trained length{of}: {trained[name]:,} tokens")
     return 0
 
 
 def _check(args: Namespace) -> None:
+    for name in args.model:
+        if args.model.count(name) > 1:
+            raise ValueError(f"--model={name}: must be given once")
     if not any(kind.asked(args) for kind in EVALUATIONS.values()):
         raise ValueError(
             "--data (held-out loss), --tasks (use of the context) or --lm_eval must be given"
@@ -87,7 +108,7 @@ def trained_length(name: str, model: Decoder) -> int | None:
 
 
 def _report(
-    evaluation: Evaluation, rows: list[dict[str, Any]], file: Path, trained: int | None
+    evaluation: Evaluation, rows: list[dict[str, Any]], file: Path, trained: list[int]
 ) -> None:
     Console().print(evaluation.table(rows))
     file.parent.mkdir(parents=True, exist_ok=True)

@@ -88,9 +88,11 @@ def _overview(argv: list[str]) -> int:
     return 0
 
 
-def _model_flags(parser: Parser) -> None:
+def _model_flags(parser: Parser, more: str = "", **how: Any) -> None:
+    """Adds the flags of a model. `more` ends the help text of --model, `how` sets its action."""
     add = parser.add_argument_group("model").add_argument
-    add("--model", required=True, help="Hugging Face, converted or run directory, or a hub id")
+    model = "Hugging Face, converted or run directory, or a hub id"
+    add("--model", required=True, help=model + more, **how)
     add("--tokenizer", help="byte or a directory. If not set, the tokenizer of the model.")
     dtype = "dtype of the computation. If not set, float32 on a CPU with memory for it, else the "
     dtype += "dtype that a run computes in, or of the model."
@@ -184,7 +186,7 @@ def evaluate() -> Parser:
         "context in prompts of --lengths tokens; and by --lm_eval its scores in tasks of "
         "lm-evaluation-harness. Prints tables and writes JSON and plots.",
     )
-    _model_flags(parser)
+    _model_flags(parser, ". Repeated, compares models in the same tables.", action="append")
     add = parser.add_argument_group("data").add_argument
     add("--data", help="file, directory or glob of text, records or chats")
     key = "field of a record that holds its text. If not set, that of the run, or text."

@@ -15,6 +15,7 @@ from rich.table import Table
 from bptjax.data.templates import describe_clock_and_chance
 from bptjax.data.tokenizer import Tokenizer
 from bptjax.evaluation.plots import mark, new_figure
+from bptjax.evaluation.protocol import by_model, directory
 from bptjax.models.decoder import Decoder
 from bptjax.run.output import plural, write_atomically
 from bptjax.run.progress import Progress
@@ -34,14 +35,20 @@ def digest(model: Decoder) -> str:
 
 def context_table(rows: list[dict[str, Any]]) -> Table:
     """Returns a table of scores by task and length, each above its interval."""
-    lengths, names, cells = _grid(rows, "{score:.2f}\n{low:.2f}–{high:.2f}")
+    form, models = "{score:.2f}\n{low:.2f}–{high:.2f}", by_model(rows)
+    lengths, names, _ = _grid(rows, form)
+    grids = {label: _grid(some, form)[2] for label, some in models.items()}
     title = "Score and 95 % interval, by task and length (tokens)"
     shown = Table(title=title, min_width=len(title) + 4)
-    shown.add_column("task")
+    shown.add_column("task", no_wrap=True)
+    if len(models) > 1:
+        shown.add_column("model", overflow="fold")
     for length in lengths:
-        shown.add_column(f"{length:,}", justify="right")
+        shown.add_column(f"{length:,}", justify="right", no_wrap=True)
     for name in names:
-        shown.add_row(name, *(cells.get((name, length), "") for length in lengths))
+        for label, cells in grids.items():
+            start = [name, label] if len(models) > 1 else [name]
+            shown.add_row(*start, *(cells.get((name, length), "") for length in lengths))
     return shown
 
 
@@ -52,24 +59,28 @@ def _grid(rows: list[dict[str, Any]], form: str) -> tuple[list[int], list[str], 
     return lengths, names, {(row["task"], row["length"]): form.format(**row) for row in rows}
 
 
-def plot_context(rows: list[dict[str, Any]], file: Path, trained: int | None) -> None:
-    """Plots scores by length and task. A line separates lengths beyond the trained length."""
-    lengths, names, cells = _grid(rows, "{score:.2f}")
-    figure, axes = new_figure(max(6.0, 0.8 * len(lengths) + 4))
-    grid = np.full((len(names), len(lengths)), np.nan)
-    for row in rows:
-        grid[names.index(row["task"]), lengths.index(row["length"])] = row["score"]
-    image = axes.imshow(grid, vmin=0, vmax=1, cmap="RdYlGn", aspect="auto")
-    for (name, length), text in cells.items():
-        where = lengths.index(length), names.index(name)
-        axes.text(*where, text, ha="center", va="center", fontsize="small")
-    axes.set(xlabel="prompt length (tokens)", title="Scores by task")
-    axes.set_xticks(range(len(lengths)), [f"{n:,}" for n in lengths])
-    axes.set_yticks(range(len(names)), names)
-    figure.colorbar(image, label="score")
-    within = sum(n <= trained for n in lengths) if trained is not None else len(lengths)
-    if trained is not None and within < len(lengths):
-        mark(axes, within - 0.5, trained)
+def plot_context(rows: list[dict[str, Any]], file: Path, trained: list[int]) -> None:
+    """Plots scores by length and task, in a panel per model. Lines separate lengths beyond trained
+    lengths."""
+    lengths, names, _ = _grid(rows, "")
+    models = by_model(rows)
+    figure, panels = new_figure(max(6.0, 0.8 * len(lengths) + 4), len(models))
+    for axes, (label, some) in zip(panels, models.items(), strict=True):
+        grid = np.full((len(names), len(lengths)), np.nan)
+        for row in some:
+            at = names.index(row["task"]), lengths.index(row["length"])
+            grid[at] = row["score"]
+            text = f"{row['score']:.2f}"
+            axes.text(*at[::-1], text, ha="center", va="center", fontsize="small")
+        image = axes.imshow(grid, vmin=0, vmax=1, cmap="RdYlGn", aspect="auto")
+        title = "Scores by task" + (f", {label}" if len(models) > 1 else "")
+        axes.set(xlabel="prompt length (tokens)", title=title)
+        axes.set_xticks(range(len(lengths)), [f"{n:,}" for n in lengths])
+        axes.set_yticks(range(len(names)), names)
+        figure.colorbar(image, label="score")
+        for each in trained:
+            if (within := sum(n <= each for n in lengths)) < len(lengths):
+                mark(axes, within - 0.5, each)
     figure.savefig(file, dpi=120)
 
 
@@ -86,81 +97,89 @@ class ContextTasks:
         self.filler = None
         if args.haystack:
             self.filler = Haystack(args.haystack, args.text_key or "text", args.seed)
-        self.settings: dict[str, Any] = dict(model=args.model, tokenizer=args.tokenizer)
-        self.settings |= dict(seed=args.seed, samples=args.samples, haystack=None)
+        common: dict[str, Any] = dict(tokenizer=args.tokenizer, seed=args.seed)
+        common |= dict(samples=args.samples, haystack=None)
         if self.filler:
             text = "".join(self.filler.pieces).encode(errors="replace")
-            self.settings["haystack"] = [*args.haystack, f"crc32 {zlib.crc32(text):08x}"]
+            common["haystack"] = [*args.haystack, f"crc32 {zlib.crc32(text):08x}"]
+        self.settings = {name: dict(model=name) | common for name in args.model}
+        self.encoders: dict[str, Any] = {}
 
     @staticmethod
     def asked(args: Namespace) -> bool:
         return bool(args.tasks)
 
-    def check(self, tokenizer: Tokenizer) -> None:
+    def check(self, name: str, tokenizer: Tokenizer) -> None:
         chat = tokenizer.chat_template is not None and not self.args.no_chat
-        self.settings["chat"] = chat
+        self.settings[name]["chat"] = chat
         if chat:
             lines = "prompts are in the chat template", *describe_clock_and_chance(tokenizer)
             print("\n".join(lines))
         self._finished()
         try:
-            self.encode = encoder(tokenizer, chat)
+            self.encoders[name] = encoder(tokenizer, chat)
         except ValueError as error:
             raise ValueError(f"--tasks: {error}; use --no_chat") from error
-        for name in self.names:
-            self._sampler(name, self.lengths[0], tokenizer)
+        for task in self.names:
+            self._sampler(name, task, self.lengths[0], tokenizer)
 
-    def _sampler(self, name: str, length: int, tokenizer: Tokenizer) -> Sampler:
-        how: dict[str, Any] = dict(tokenizer=tokenizer, encode=self.encode)
+    def _sampler(self, name: str, task: str, length: int, tokenizer: Tokenizer) -> Sampler:
+        how: dict[str, Any] = dict(tokenizer=tokenizer, encode=self.encoders[name])
         how |= dict(seed=self.args.seed, filler=self.filler)
-        return Sampler(name, TASKS[name], length, **how)
+        return Sampler(task, TASKS[task], length, **how)
 
     def _finished(self) -> list[dict[str, Any]]:
-        """Returns the rows of an earlier call.
+        """Returns the rows of an earlier call, and of models that were measured before.
 
         Raises:
           ValueError: they have other settings, or the file is damaged.
         """
         if not self.file.exists():
             return []
+        first = self.args.model[0]
         try:
             rows = json.loads(self.file.read_text())
-            known = [{key: row[key] for key in self.settings} for row in rows]
+            wanted = [self.settings.get(row["model"], self.settings[first]) for row in rows]
+            pairs = [
+                (key, row[key], value)
+                for row, settings in zip(rows, wanted, strict=True)
+                for key, value in settings.items()
+            ]
         except (ValueError, KeyError, TypeError) as error:
             text = f"{self.file}: must hold the rows of --tasks; choose another --out"
             raise ValueError(text) from error
-        for earlier in known:
-            for key, value in self.settings.items():
-                if earlier[key] != value:
-                    raise ValueError(
-                        f"--out={self.args.out}: tasks.json has rows with {key}={earlier[key]}, "
-                        f"not {key}={value}; choose another --out"
-                    )
+        for key, earlier, value in pairs:
+            if earlier != value:
+                raise ValueError(
+                    f"--out={self.args.out}: tasks.json has rows with {key}={earlier}, "
+                    f"not {key}={value}; choose another --out"
+                )
         return rows
 
-    def rows(self, model: Decoder, tokenizer: Tokenizer) -> list[dict[str, Any]]:
-        self.settings |= dict(weights=digest(model), dtype=str(model.head_matrix.dtype))
+    def rows(self, name: str, model: Decoder, tokenizer: Tokenizer) -> list[dict[str, Any]]:
+        self.settings[name] |= dict(weights=digest(model), dtype=str(model.head_matrix.dtype))
         rows = self._finished()
-        asked = [(name, length) for length in self.lengths for name in self.names]
-        known = {(row["task"], row["length"]) for row in rows}
+        asked = [(task, length) for length in self.lengths for task in self.names]
+        known = {(row["task"], row["length"]) for row in rows if row["model"] == name}
         if kept := sum(each in known for each in asked):
             print(f"{self.file}: {plural(kept, 'row')} of the same settings kept")
         missing = [each for each in asked if each not in known]
         total = sum(length for _, length in missing) * self.args.samples
         with Progress("tasks", total) as progress:
-            for name, length in missing:
-                progress.describe(f"{name}, {length:,} tokens")
-                rows.append(self._row(model, tokenizer, name, length, progress))
+            for task, length in missing:
+                progress.describe(f"{task}, {length:,} tokens")
+                sampler = self._sampler(name, task, length, tokenizer)
+                rows.append(self._row(name, model, tokenizer, sampler, progress))
                 write_atomically(self.file, json.dumps(rows, indent=1) + "\n")
-        return rows
+        return [row for row in rows if row["model"] == name]
 
     def _row(
-        self, model: Decoder, tokenizer: Tokenizer, name: str, length: int, progress: Progress
+        self, name: str, model: Decoder, tokenizer: Tokenizer, sampler: Sampler, progress: Progress
     ) -> dict[str, Any]:
         """Measures the score of one task and length."""
-        args, sampler = self.args, self._sampler(name, length, tokenizer)
+        args, task, length = self.args, sampler.name, sampler.length
         scores, dtype = Scores(sampler, args.seed), model.head_matrix.dtype
-        file = args.out / "prompts" / f"{name}_{length}.jsonl"
+        file = directory(args, name) / "prompts" / f"{task}_{length}.jsonl"
         if args.save_prompts:
             file.parent.mkdir(parents=True, exist_ok=True)
         with file.open("w") if args.save_prompts else nullcontext() as saved:
@@ -168,9 +187,9 @@ class ContextTasks:
                 scores.add(answer)
                 if saved:
                     sample, drawn = answer.sample, answer.sample.drawn
-                    line = dict(task=name, length=length, sample=len(scores.scores) - 1)
+                    line = dict(task=task, length=length, sample=len(scores.scores) - 1)
                     line |= dict(prompt=sample.prompt, start=sample.start, answer=answer.text)
                     line |= dict(references=drawn.references, score=answer.score, depth=drawn.depth)
                     saved.write(json.dumps(line) + "\n")
                 progress.advance(length)
-        return scores.row() | self.settings
+        return scores.row() | self.settings[name]

@@ -16,6 +16,7 @@ from bptjax.data.records import readable
 from bptjax.data.references import FILE, REFERENCE, References
 from bptjax.data.sources import Mixture, open_held_out
 from bptjax.data.tokenizer import Tokenizer, utf8
+from bptjax.evaluation.protocol import by_model
 from bptjax.models.decoder import Decoder
 from bptjax.objectives import OBJECTIVES
 from bptjax.objectives.reference import CACHED
@@ -68,12 +69,46 @@ class _Counted:
 
 
 class HeldOut:
-    """The mean loss of `--data`: over the tokens in the loss, or over the pairs of preferences."""
+    """The mean loss of `--data`: over the tokens in the loss, or over the pairs of preferences. Of
+    each model with the settings of its run, or the defaults."""
 
     plot = None
 
     def __init__(self, args: Namespace):
-        self.args, saved = args, saved_config(args.model)
+        self.of = {name: _OfModel(name, args) for name in args.model}
+        lengths = (each.longest for each in self.of.values() if each.longest is not None)
+        self.longest = max(lengths, default=None)
+
+    @staticmethod
+    def asked(args: Namespace) -> bool:
+        return bool(args.data) and args.length is None
+
+    def check(self, name: str, tokenizer: Tokenizer) -> None:
+        self.of[name].check(tokenizer)
+
+    def rows(self, name: str, model: Decoder, tokenizer: Tokenizer) -> list[dict[str, Any]]:
+        return self.of[name].rows(model, tokenizer)
+
+    @staticmethod
+    def table(rows: list[dict[str, Any]]) -> Table:
+        """Returns a table with one line per value, and a column per model."""
+        shown, models = Table(title=f"Held-out loss of {rows[0]['data']}"), by_model(rows)
+        shown.add_column("")
+        for label in models:
+            title = label if len(models) > 1 else ""
+            shown.add_column(title, justify="right", overflow="fold")
+        columns = [_lines(row) for row in rows]
+        for name in dict.fromkeys(name for lines in columns for name in lines):
+            shown.add_row(name, *(lines.get(name, "") for lines in columns))
+        return shown
+
+
+class _OfModel:
+    """The held-out loss of one model."""
+
+    def __init__(self, name: str, args: Namespace):
+        self.args, self.run = args, Path(name).expanduser()
+        saved = saved_config(name)
         # The fields of a run are for its own format.
         fields = {"data.fields": {}} if args.format is not None else {}
         given = {
@@ -85,24 +120,19 @@ class HeldOut:
         changes = {"data.path": None, "data.sources": [], "data.eval_path": args.data}
         changes |= {"train.eval_batches": args.batches, **fields}
         changes |= {key: value for key, value in given.items() if value is not None}
-        run = Path(args.model).expanduser()
-        self.references, self.file = References(MISSING), run / FILE
+        self.references, self.file = References(MISSING), self.run / FILE
         if self.file.exists():
             self.references.load(self.file)
             changes["objective.reference"] = CACHED
         self.config = replace_keys(saved, changes)
-        self.is_run = (run / RUN_CONFIG).exists()
+        self.is_run = (self.run / RUN_CONFIG).exists()
         objective = OBJECTIVES.get(self.config.objective.type)
         self.documents = open_held_out(self.config.data, objective.record if objective else None)
         self.longest = self.config.train.seq_len if args.seq_len or self.is_run else None
 
-    @staticmethod
-    def asked(args: Namespace) -> bool:
-        return bool(args.data) and args.length is None
-
     def check(self, tokenizer: Tokenizer) -> None:
         if self.is_run:
-            tokenizer.now = saved_start(Path(self.args.model).expanduser())
+            tokenizer.now = saved_start(self.run)
 
     def rows(self, model: Decoder, tokenizer: Tokenizer) -> list[dict[str, Any]]:
         spec = self._spec(model)
@@ -173,26 +203,21 @@ class HeldOut:
         config = replace_keys(config, changes)
         return TrainSpec(config, model.config, mesh, references=self.references)
 
-    @staticmethod
-    def table(rows: list[dict[str, Any]]) -> Table:
-        """Returns a table with one line per value."""
-        (row,) = rows
-        shown, of = Table(title=f"Held-out loss of {row['data']}"), row["of_records"]
-        sample = f", a sample of {of:,}" if row["records"] < of else ""
-        of_tokens = "perplexity" in row
-        lines = {"loss (nats per token)" if of_tokens else "loss": f"{row['loss']:.4f}"}
-        if of_tokens:
-            lines["perplexity"] = f"{row['perplexity']:.4g}"
-        if "bits_per_byte" in row:
-            lines["bits per byte"] = f"{row['bits_per_byte']:.4f}"
-        lines |= {name: f"{row[name]:.4f}" for name in row if name.startswith("eval/")}
-        lines |= {
-            "tokens in the loss": f"{row['tokens']:,}",
-            "records": f"{row['records']:,}{sample}",
-            "tokens per sequence": f"{row['seq_len']:,}",
-        }
-        shown.add_column("")
-        shown.add_column("", justify="right")
-        for line in lines.items():
-            shown.add_row(*line)
-        return shown
+
+def _lines(row: dict[str, Any]) -> dict[str, str]:
+    """Returns the values of a row, by their descriptions."""
+    of = row["of_records"]
+    sample = f", a sample of {of:,}" if row["records"] < of else ""
+    of_tokens = "perplexity" in row
+    lines = {"loss (nats per token)" if of_tokens else "loss": f"{row['loss']:.4f}"}
+    if of_tokens:
+        lines["perplexity"] = f"{row['perplexity']:.4g}"
+    if "bits_per_byte" in row:
+        lines["bits per byte"] = f"{row['bits_per_byte']:.4f}"
+    lines |= {name: f"{row[name]:.4f}" for name in row if name.startswith("eval/")}
+    lines |= {
+        "tokens in the loss": f"{row['tokens']:,}",
+        "records": f"{row['records']:,}{sample}",
+        "tokens per sequence": f"{row['seq_len']:,}",
+    }
+    return lines

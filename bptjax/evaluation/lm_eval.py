@@ -11,6 +11,7 @@ from rich.table import Table
 from bptjax.data.templates import describe_clock_and_chance
 from bptjax.data.tokenizer import Tokenizer
 from bptjax.evaluation.held_out import saved_config
+from bptjax.evaluation.protocol import by_model, directory
 from bptjax.evaluation.served import serve
 from bptjax.models.decoder import Decoder
 from bptjax.run.output import describe
@@ -91,55 +92,63 @@ class LmEval:
     def asked(args: Namespace) -> bool:
         return bool(args.lm_eval)
 
-    def check(self, tokenizer: Tokenizer) -> None:
-        self.chat = tokenizer.chat_template is not None and not self.args.no_chat
-        if self.chat:
+    def check(self, name: str, tokenizer: Tokenizer) -> None:
+        if self._chat(tokenizer):
             lines = "prompts are in the chat template", *describe_clock_and_chance(tokenizer)
             print("\n".join(lines))
         if tokenizer.eos_id is None and not tokenizer.special_tokens.get("bos_token"):
             raise ValueError("--lm_eval: the tokenizer must have a BOS or EOS token")
 
-    def _max_length(self, model: Decoder) -> int:
-        args = self.args
-        if length := args.seq_len or model.config.max_position_embeddings:
-            return length
-        is_run = (Path(args.model).expanduser() / RUN_CONFIG).exists()
-        return saved_config(args.model).train.seq_len if is_run else MAX_LENGTH
+    def _chat(self, tokenizer: Tokenizer) -> bool:
+        return tokenizer.chat_template is not None and not self.args.no_chat
 
-    def rows(self, model: Decoder, tokenizer: Tokenizer) -> list[dict[str, Any]]:
+    def _max_length(self, name: str, model: Decoder) -> int:
+        if length := self.args.seq_len or model.config.max_position_embeddings:
+            return length
+        is_run = (Path(name).expanduser() / RUN_CONFIG).exists()
+        return saved_config(name).train.seq_len if is_run else MAX_LENGTH
+
+    def rows(self, name: str, model: Decoder, tokenizer: Tokenizer) -> list[dict[str, Any]]:
         import lm_eval
         from lm_eval.utils import handle_non_serializable
 
-        args, length = self.args, self._max_length(model)
-        how: Any = dict(max_length=length, name=args.tokenizer or args.model, seed=args.seed)
+        args, length, chat = self.args, self._max_length(name, model), self._chat(tokenizer)
+        how: Any = dict(max_length=length, name=args.tokenizer or name, seed=args.seed)
         results = lm_eval.simple_evaluate(
             serve(model, tokenizer, **how),
             tasks=self.tasks,
             num_fewshot=args.num_fewshot,
-            apply_chat_template=self.chat,
+            apply_chat_template=chat,
             log_samples=args.save_prompts,
         )
-        args.out.mkdir(parents=True, exist_ok=True)
+        out = directory(args, name)
+        out.mkdir(parents=True, exist_ok=True)
         for task, samples in results.pop("samples", {}).items():
             lines = (json.dumps(x, default=handle_non_serializable) + "\n" for x in samples)
-            file = args.out / "prompts" / f"lm_eval_{task}.jsonl"
+            file = out / "prompts" / f"lm_eval_{task}.jsonl"
             file.parent.mkdir(exist_ok=True)
             file.write_text("".join(lines))
         text = json.dumps(results, indent=1, default=handle_non_serializable)
-        (args.out / "lm_eval_results.json").write_text(text + "\n")
+        (out / "lm_eval_results.json").write_text(text + "\n")
         dtype = str(model.head_matrix.dtype)
-        settings = dict(model=args.model, chat=self.chat, max_length=length, dtype=dtype)
+        settings = dict(chat=chat, max_length=length, dtype=dtype)
         return [row | settings for row in task_rows(results)]
 
     def table(self, rows: list[dict[str, Any]]) -> Table:
-        shown = Table(title="Scores of lm-evaluation-harness")
-        for name in ("task", "metric", "filter"):
+        shown, models = Table(title="Scores of lm-evaluation-harness"), by_model(rows)
+        for name in ("task", "metric", "filter", *(["model"] if len(models) > 1 else [])):
             shown.add_column(name, overflow="fold")
         for name in ("score", "examples", "samples"):
             shown.add_column(name, justify="right")
-        for row in rows:
+        labels = {row["model"]: label for label, some in models.items() for row in some}
+        for row in sorted(rows, key=lambda row: (row["task"], row["metric"], row["filter"])):
             error = "" if row["stderr"] is None else f" ± {row['stderr']:.4f}"
-            cells = row["task"], row["metric"], row["filter"], f"{row['value']:.4f}{error}"
+            cells = [row[name] for name in ("task", "metric", "filter")]
+            cells += [labels[row["model"]]] if len(models) > 1 else []
             counts = (row[name] for name in ("num_fewshot", "samples"))
-            shown.add_row(*cells, *("" if n is None else f"{n:,}" for n in counts))
+            shown.add_row(
+                *cells,
+                f"{row['value']:.4f}{error}",
+                *("" if n is None else f"{n:,}" for n in counts),
+            )
         return shown

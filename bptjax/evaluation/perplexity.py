@@ -20,6 +20,7 @@ from bptjax.data.stream import Stream
 from bptjax.data.text import Subset, open_documents
 from bptjax.data.tokenizer import Tokenizer
 from bptjax.evaluation.plots import mark, new_figure
+from bptjax.evaluation.protocol import by_model
 from bptjax.models.decoder import Decoder
 from bptjax.models.execution import Execution
 from bptjax.ops.labels import IGNORED
@@ -29,6 +30,8 @@ from bptjax.run.progress import Progress
 
 # Log-probabilities (nats) that choose the tokens of LongPPL, from the paper: α and β.
 LEAST_GAIN, LEAST_LOG_PROB = 2.0, -2.0
+# Ratio of perplexities beyond which their plot has a logarithmic axis.
+LOG_SCALE = 20
 
 
 @partial(jax.jit, static_argnames=("dtype", "execution"))
@@ -50,6 +53,7 @@ def by_position(
     limit: int,
     dtype: DTypeLike,
     short_context: int | None = None,
+    need: dict[bytes, np.ndarray] | None = None,
     seed: int = 0,
     execution: Execution = Execution(),  # noqa: B008 (frozen)
 ) -> list[dict]:
@@ -62,6 +66,8 @@ def by_position(
       short_context: also measures the loss of the same tokens when the model reads only this number
         of tokens before each, or up to a quarter more; and the loss, in full context, of the tokens
         that need the long context (`needs_long`).
+      need: these tokens, by the bytes of a document's token ids, as another model chose them.
+        Receives those of documents that it lacks.
 
     Returns:
       One row per range of positions.
@@ -73,6 +79,7 @@ def by_position(
     sums, seen, longest = {name: np.zeros(length - 1) for name in names}, 0, 0
     # Of the tokens that need the long context: their number, and the sum of their losses.
     needing = np.zeros((2, length - 1))
+    need = {} if need is None else need
     total, chosen = limit, documents
     if not isinstance(documents, Stream):
         total = min(limit, len(documents))
@@ -105,8 +112,8 @@ def by_position(
             sums[""] += (whole := losses(tokens[None], labels[None])[0])
             if short_context is not None:
                 sums["short_"] += (short := _in_windows(losses, tokens, labels, short_context))
-                need = needs_long(whole, short)
-                needing += need, need * whole
+                needed = need.setdefault(tokens.tobytes(), needs_long(whole, short))
+                needing += needed, needed * whole
             seen += 1
             progress.advance()
             if seen == limit:
@@ -172,22 +179,32 @@ def _in_windows(
 
 def perplexity_table(rows: list[dict[str, Any]]) -> Table:
     """Returns a table with one row per range of positions."""
-    shown = Table(title=f"Perplexity by position ({plural(rows[0]['documents'], 'document')})")
+    shown, models = Table(title=_title(rows)), by_model(rows)
     columns = ["positions", "loss (nats per token)", "perplexity"]
     if short := rows[0].get("short_context"):
         columns += [f"with the last {short:,} tokens only", "ratio"]
     for name in columns:
         shown.add_column(name, justify="right")
-    for row in rows:
-        cells = [f"{row['start']:,} to {row['end']:,}", f"{row['loss']:.4f}"]
-        cells.append(f"{row['perplexity']:.4g}")
-        if short:
-            ratio = row["perplexity"] / row["short_perplexity"]
-            cells += [f"{row['short_perplexity']:.4g}", f"{ratio:.3f}"]
-        shown.add_row(*cells)
+    if len(models) > 1:
+        shown.add_column("model", overflow="fold")
+    for together in zip(*models.values(), strict=True):
+        for label, row in zip(models, together, strict=True):
+            cells = [f"{row['start']:,} to {row['end']:,}", f"{row['loss']:.4f}"]
+            cells.append(f"{row['perplexity']:.4g}")
+            if short:
+                ratio = row["perplexity"] / row["short_perplexity"]
+                cells += [f"{row['short_perplexity']:.4g}", f"{ratio:.3f}"]
+            shown.add_row(*cells, *([label] if len(models) > 1 else []))
     if short:
-        shown.caption = _long_perplexity(rows)
+        lines = {label: _long_perplexity(some) for label, some in models.items()}
+        several = (f"{label}: {line}" for label, line in lines.items())
+        shown.caption = "\n".join(several if len(models) > 1 else lines.values())
     return shown
+
+
+def _title(rows: list[dict[str, Any]]) -> str:
+    counts = sorted({row["documents"] for row in rows})
+    return f"Perplexity by position ({plural(counts[-1], 'document')})"
 
 
 def _long_perplexity(rows: list[dict[str, Any]]) -> str:
@@ -201,46 +218,54 @@ def _long_perplexity(rows: list[dict[str, Any]]) -> str:
     return text + f"{np.exp(loss):.4g}"
 
 
-def plot_perplexity(rows: list[dict[str, Any]], file: Path, trained: int | None) -> None:
-    """Plots perplexity against position. A line marks the trained length, in tokens."""
-    figure, axes = new_figure()
-    edges = [row["start"] for row in rows] + [rows[-1]["end"]]
-    whole = axes.stairs([row["perplexity"] for row in rows], edges, baseline=None, linewidth=2)
-    if short := rows[0].get("short_context"):
-        whole.set_label("full context")
-        values = [row["short_perplexity"] for row in rows]
-        label = f"last {short:,} tokens only"
-        axes.stairs(values, edges, baseline=None, linewidth=2, linestyle="--", label=label)
-        axes.legend()
-    axes.set(
-        xlabel="position (tokens)",
-        ylabel="perplexity",
-        title=f"Perplexity by position ({plural(rows[0]['documents'], 'document')})",
-    )
+def plot_perplexity(rows: list[dict[str, Any]], file: Path, trained: list[int]) -> None:
+    """Plots perplexity against position, for each model. Lines mark trained lengths, in tokens."""
+    figure, (axes,) = new_figure()
+    short, models = rows[0].get("short_context"), by_model(rows)
+    (ranges, *_) = models.values()
+    edges = [row["start"] for row in ranges] + [ranges[-1]["end"]]
+    how: dict[str, Any] = dict(baseline=None, linewidth=2)
+    for i, (label, some) in enumerate(models.items()):
+        names = [label] if len(models) > 1 else []
+        whole = axes.stairs([row["perplexity"] for row in some], edges, color=f"C{i}", **how)
+        whole.set_label(", ".join(names + ["full context"] * bool(short)))
+        if short:
+            dashed = dict(label=", ".join([*names, f"last {short:,} tokens only"]), linestyle="--")
+            values = [row["short_perplexity"] for row in some]
+            axes.stairs(values, edges, color=f"C{i}", **dashed, **how)
+    if short or len(models) > 1:
+        axes.legend(fontsize="small")
+    axes.set(xlabel="position (tokens)", ylabel="perplexity", title=_title(rows))
+    values = [row["perplexity"] for row in rows]
+    if max(values) > LOG_SCALE * min(values):
+        axes.set_yscale("log")
     axes.grid(alpha=0.3)
-    # A mark far beyond the data would squeeze the plot.
-    if trained is not None and trained <= 1.25 * edges[-1]:
-        mark(axes, trained, trained)
+    for length in trained:
+        # A mark far beyond the data would squeeze the plot.
+        if length <= 1.25 * edges[-1]:
+            mark(axes, length, length)
     figure.savefig(file, dpi=120)
 
 
 class Perplexity:
-    """Perplexity in ranges of positions, over the documents of `--data`."""
+    """Perplexity in ranges of positions, over the documents of `--data`. The last model chooses the
+    tokens that need the long context, also for models with the same token ids."""
 
     table, plot = staticmethod(perplexity_table), staticmethod(plot_perplexity)
 
     def __init__(self, args: Namespace):
         self.args, self.longest = args, args.length
         self.documents = open_documents(args.data, text_key=args.text_key or "text")
+        self.need: dict[bytes, np.ndarray] = {}
 
     @staticmethod
     def asked(args: Namespace) -> bool:
         return bool(args.data) and args.length is not None
 
-    def check(self, tokenizer: Tokenizer) -> None:
+    def check(self, name: str, tokenizer: Tokenizer) -> None:
         pass
 
-    def rows(self, model: Decoder, tokenizer: Tokenizer) -> list[dict[str, Any]]:
+    def rows(self, name: str, model: Decoder, tokenizer: Tokenizer) -> list[dict[str, Any]]:
         return by_position(
             model,
             tokenizer,
@@ -249,6 +274,7 @@ class Perplexity:
             buckets=self.args.buckets,
             limit=self.args.documents,
             short_context=self.args.short_context,
+            need=self.need,
             seed=self.args.seed,
             dtype=model.head_matrix.dtype,
         )

@@ -65,7 +65,7 @@ def test_short_context_leaves_out_earlier_tokens(model, context):
     np.testing.assert_allclose(found, wanted, rtol=1e-4)
     full = [row["loss"] for row in rows]
     assert (np.abs(np.subtract(found, full)) > 1e-3).sum() >= 40 - width
-    table = perplexity.perplexity_table(rows)
+    table = perplexity.perplexity_table(named(rows))
     assert len(table.columns) == 5 and "ratio" in printed(table)
 
 
@@ -79,7 +79,7 @@ def test_tokens_that_need_the_long_context():
         for i in range(1, 41):
             tokens[i] = np.asarray(logs(tokens))[i - 1].argmax()
     how = dict(length=41, limit=2, dtype=jnp.float32, short_context=8)
-    rows = perplexity.by_position(model, BYTES, list(documents), buckets=2, **how)
+    rows = named(perplexity.by_position(model, BYTES, list(documents), buckets=2, **how))
     needed, losses = np.zeros((2, 40), bool), np.zeros((2, 40))
     for tokens, need, loss in zip(documents, needed, losses, strict=True):
         for i in range(1, 41):
@@ -98,6 +98,15 @@ def test_tokens_that_need_the_long_context():
     assert line + f"{np.exp(losses[needed].mean()):.4g}" in text
     none = [row | dict(long_tokens=0, long_loss=None) for row in rows]
     assert "LongPPL, of 0 tokens" in printed(perplexity.perplexity_table(none))
+
+
+def test_another_model_chooses_the_tokens(model):
+    how = dict(length=41, buckets=1, limit=9, dtype=jnp.float32, short_context=8)
+    documents, need = [np.arange(41), np.arange(9, 50)], {}
+    need[documents[0][:40].tobytes()] = np.arange(40) % 5 == 0
+    (row,) = perplexity.by_position(model, BYTES, documents, need=need, **how)
+    assert row["long_tokens"] == 8 + sum(need[documents[1][:40].tobytes()])
+    assert len(need) == 2 and row["long_loss"] > 2
 
 
 def test_a_stream_is_read_up_to_the_limit(tmp_path, model):
@@ -133,9 +142,37 @@ def test_command_line(tmp_path, capsys, model, monkeypatch):
         assert (tmp_path / "out" / f"{name}.png").stat().st_size > 1000
 
 
+@pytest.mark.thorough
+def test_two_models_in_one_call(tmp_path, capsys, model, monkeypatch):
+    """Rows in the order of the command; the last one is measured first."""
+    (tmp_path / "long.txt").write_text("it was a dark and stormy night. " * 40)
+    models = dict(a=model, b=Decoder(model.config, jax.random.key(1)))
+    monkeypatch.setattr(evaluate, "open_decoder", lambda name, *a: (models[name], BYTES))
+    monkeypatch.setattr(evaluate, "load_opened", lambda found, *a, **k: found)
+    out, data = tmp_path / "out", f"--data={tmp_path / 'long.txt'}"
+    command = ["--model=a", "--model=b", data, f"--out={out}", "--save_prompts"]
+    more = ["--length=64", "--tasks=passkey", "--lengths=500", "--samples=1"]
+    assert evaluate.main([*command, *more]) == 0
+    assert evaluate.main([*command, "--seq_len=64"]) == 0
+    said, losses = capsys.readouterr().out, []
+    assert said.index("model: b") < said.index("model: a")
+    for name, count in (("perplexity", 16), ("tasks", 2), ("held_out", 2)):
+        rows = json.loads((out / f"{name}.json").read_text())
+        assert [row["model"] for row in rows] == ["a"] * (count // 2) + ["b"] * (count // 2)
+        losses += [row["loss"] for row in rows if name == "held_out"]
+    assert losses[0] != losses[1] and re.search(rf"{losses[0]:.4f} .* {losses[1]:.4f}", said)
+    assert (out / "model_2" / "prompts" / "passkey_500.jsonl").exists()
+    assert evaluate.main([*command, *more]) == 0
+    assert capsys.readouterr().out.count("1 row of the same settings kept") == 2
+    assert len(json.loads((out / "tasks.json").read_text())) == 2
+    assert evaluate.main(["--model=a", *more[1:], f"--out={out}"]) == 2
+    assert "tasks.json has rows with model=b, not model=a" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        (["--model=nowhere/it", "--tasks=all"], "--model=nowhere/it: must be given once"),
         ([], "--data .held-out loss., --tasks .use of the context. or --lm_eval"),
         (["--tasks", "none", "--lengths", "500"], "--tasks=none: must be all or one of passkey, n"),
         (["--tasks", "all"], "--tasks and --lengths: must be given together"),
@@ -178,9 +215,13 @@ def test_a_file_in_place_of_the_output_is_refused_first(tmp_path, capsys):
         assert capsys.readouterr().err == error
 
 
+def named(rows, name="it"):
+    return [row | dict(model=name) for row in rows]
+
+
 def scores(lengths, names):
     return [
-        dict(task=name, length=n, samples=8, score=(i + j) % 9 / 8, low=0.0, high=1.0)
+        dict(model="it", task=name, length=n, samples=8, score=(i + j) % 9 / 8, low=0.0, high=1.0)
         for i, n in enumerate(lengths)
         for j, name in enumerate(names)
     ]
@@ -199,7 +240,41 @@ def test_tables_fit_in_80_columns():
     (line,) = (line for line in text.splitlines() if "variable_tracking" in line)
     assert re.findall(r"\d\.\d\d", line) == ["0.12", "0.25", "0.38", "0.50"]
     row = dict(start=1, end=524_288, documents=16, loss=12.3456, perplexity=230_000.0)
-    assert "1 to 524,288" in printed(perplexity.perplexity_table([row]))
+    assert "1 to 524,288" in printed(perplexity.perplexity_table(named([row])))
+
+
+def test_tables_and_plots_of_two_models(tmp_path, monkeypatch):
+    """They fit in 80 columns, with short names."""
+    from matplotlib.figure import Figure
+
+    saved = []
+    monkeypatch.setattr(Figure, "savefig", lambda self, *_, **__: saved.append(self.axes))
+    lengths, models = [2**i for i in range(13, 17)], ["hub/SmolLM2-135M-Instruct", "runs/extended"]
+    tasks = ["passkey", "variable_tracking"]
+    rows = [row for name in models for row in named(scores(lengths, tasks), name)]
+    text = printed(context.context_table(rows))
+    assert max(map(len, text.splitlines())) <= 80 and "…" not in text and "hub/" not in text
+    assert [line.split("│")[1].strip() for line in text.splitlines() if " 0.12 " in line] == [
+        *("passkey", "passkey", "variable_tracking", "variable_tracking")
+    ]
+    context.plot_context(rows, tmp_path, [2**13, 2**15])
+    first, second = saved[-1][:2]
+    assert second.get_title() == "Scores by task, extended" and len(first.lines) == 2
+    ranges = [dict(start=1, end=50, documents=1), dict(start=51, end=99, documents=1)]
+    values = dict(loss=2.0, short_loss=2.0, short_perplexity=8.0, short_context=9, long_tokens=0)
+    rows = [
+        dict(model=name, perplexity=value, **at, **values)
+        for name, value in zip(models, (900.0, 5.0), strict=True)
+        for at in ranges
+    ]
+    text = printed(perplexity.perplexity_table(rows))
+    assert re.findall(r"1 to 50 |51 to 99 ", text) == ["1 to 50 ", "1 to 50 ", *["51 to 99 "] * 2]
+    assert "extended: LongPPL, of 0 tokens" in text and max(map(len, text.splitlines())) <= 80
+    perplexity.plot_perplexity(rows, tmp_path, [40, 80])
+    (axes,) = saved[-1]
+    assert axes.get_yscale() == "log" and len(axes.patches) == 4 and len(axes.lines) == 2
+    labels = [text.get_text() for text in axes.get_legend().get_texts()]
+    assert "extended, full context" in labels and "extended, last 9 tokens only" in labels
 
 
 def test_plots_mark_the_trained_length(tmp_path, monkeypatch):
@@ -208,14 +283,14 @@ def test_plots_mark_the_trained_length(tmp_path, monkeypatch):
 
     saved = []
     monkeypatch.setattr(Figure, "savefig", lambda self, *_, **__: saved.append(self.axes[0]))
-    rows = [dict(start=1, end=50, documents=1, perplexity=3.0)]
-    for trained in (None, 40, 4000):
+    rows = named([dict(start=1, end=50, documents=1, perplexity=3.0)])
+    for trained in ([], [40], [4000]):
         perplexity.plot_perplexity(rows, tmp_path, trained)
     none, marked, beyond = saved
     assert [len(axes.lines) for axes in (none, beyond)] == [0, 0]
     assert list(marked.lines[0].get_xdata()) == [40, 40]
     assert marked.get_legend().get_texts()[0].get_text() == "trained length, 40"
-    context.plot_context(scores([32, 64, 128], ["passkey", "record"]), tmp_path, 64)
+    context.plot_context(scores([32, 64, 128], ["passkey", "record"]), tmp_path, [64])
     axes = saved[-1]
     assert list(axes.lines[0].get_xdata()) == [1.5, 1.5]
     assert [text.get_text() for text in axes.texts] == [

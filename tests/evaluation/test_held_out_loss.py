@@ -70,8 +70,9 @@ def test_the_loss_of_a_run_on_the_same_file(tmp_path, limit, monkeypatch):
     args = arguments("--model", str(tmp_path / "run"), "--data", data.eval_path)
     args.batches = limit
     task = HeldOut(args)
-    task.check(run.tokenizer)
-    (row,) = task.rows(model, run.tokenizer)
+    name = str(tmp_path / "run")
+    task.check(name, run.tokenizer)
+    (row,) = task.rows(name, model, run.tokenizer)
     assert row["loss"] == pytest.approx(wanted, rel=1e-6) and row["seq_len"] == 128
     assert row["perplexity"] == pytest.approx(math.exp(wanted), rel=1e-6)
     assert row["records"] == 30 if limit is None else row["records"] < 30
@@ -85,7 +86,7 @@ def model():
 
 
 def measured(model, *flags):
-    (row,) = HeldOut(arguments("--model=it", "--seq_len=64", *flags)).rows(model, BYTES)
+    (row,) = HeldOut(arguments("--model=it", "--seq_len=64", *flags)).rows("it", model, BYTES)
     return row
 
 
