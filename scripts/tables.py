@@ -33,7 +33,15 @@ DOCUMENTS = (
     ROOT / "README.md",
     *(
         ROOT / f"docs/{name}.md"
-        for name in ("benchmarks", "data", "hugging_face", "long_context", "lora", "serving")
+        for name in (
+            "benchmarks",
+            "data",
+            "hugging_face",
+            "long_context",
+            "lora",
+            "reliability",
+            "serving",
+        )
     ),
     ROOT / "CONTRIBUTING.md",
 )
@@ -520,6 +528,19 @@ def gguf_loop() -> str:
     return table(["model", "file", "result"], body)
 
 
+def host_events() -> str:
+    """The events of runs on several hosts by outcome, with the seconds of the longest."""
+    rows = read("host_events_cpu.jsonl")
+    outcomes = ["continued", "restarted by supervisors", "refused with one line, then continued"]
+    body = []
+    for event in sorted({row["event"] for row in rows}):
+        own = [row for row in rows if row["event"] == event]
+        numbers = [sum(row["outcome"] == outcome for row in own) for outcome in outcomes]
+        cells = [str(number) if number else "" for number in numbers]
+        body.append([event, *cells, f"{max(row['seconds'] for row in own):.0f}"])
+    return table(["event", *outcomes, "longest, s"], body)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "headline": headline,
     "in_backward": in_backward,
@@ -550,6 +571,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "gguf_loop": gguf_loop,
     "faults": faults,
     "missed_faults": missed_faults,
+    "host_events": host_events,
 }
 MARK = re.compile(r"(<!-- table: (\w+) -->\n)((?:\|.*\n)*)")
 

@@ -120,7 +120,7 @@ def initialize(config: ParallelConfig) -> None:
         f"processes at parallel.coordinator={process.coordinator}"
     )
     # JAX's own timeout, a C++ abort, comes later.
-    timer = threading.Timer(INIT_TIMEOUT_S, _exit_with, (timeout,))
+    timer = threading.Timer(INIT_TIMEOUT_S, exit_with, (timeout,))
     timer.daemon = True
     timer.start()
     jax.distributed.initialize(
@@ -235,7 +235,7 @@ def _start_relay(process: ProcessInfo, path: str) -> str:
                 f"parallel.coordinator={process.coordinator}: must be process 0 with the secret of "
                 f"this process; set {VARIABLE} to the same text in all processes"
             )
-            _exit_with(ValueError(text), 2)
+            exit_with(ValueError(text), 2)
         _addresses.append(_parse_address(server.getsockname()))
         return server
 
@@ -345,7 +345,7 @@ def _pump(source: socket.socket, sink: socket.socket, member: bool, peer: str) -
     if member and _initialized.is_set():
         _peer_lost.set()
         time.sleep(REPORT_TIMEOUT_S)
-        _exit_with(PeerLost())
+        exit_with(PeerLost())
     sink.close()
 
 
@@ -354,7 +354,8 @@ def _remove_private() -> None:
         shutil.rmtree(_private.pop(), ignore_errors=True)
 
 
-def _exit_with(error: BaseException, code: int = 1) -> None:
+def exit_with(error: BaseException, code: int = 1) -> None:
+    """Ends this process at once with one line, from any thread, also if the others wait for it."""
     message = " ".join(str(error).split())
     record_error(message)
     _remove_private()
@@ -377,7 +378,7 @@ def exit_after_timeout(kind: type | None, error: BaseException | None, trace: An
     """Ends this process if clean-up after an error takes longer than `CLEANUP_TIMEOUT_S`, because
     it may wait for peers that are blocked on this process. Exit callback of an ExitStack."""
     if error is not None and _initialized.is_set():
-        timer = threading.Timer(CLEANUP_TIMEOUT_S, _exit_with, (error,))
+        timer = threading.Timer(CLEANUP_TIMEOUT_S, exit_with, (error,))
         timer.daemon = True
         timer.start()
 

@@ -39,6 +39,9 @@ log = logging.getLogger("bptjax")
 # clock is set forward. The supervisor detects saves that hang.
 SAVE_TIMEOUT_S = 365 * 86_400
 
+# Reason in an error of tensorstore, whose text has the names of several temporary files.
+OS_ERROR = re.compile(r'": ([^":]+) \[os_error_code=')
+
 
 @dataclass(frozen=True)
 class CheckpointConfig:
@@ -155,7 +158,16 @@ class Checkpoints:
         save_total_limit: int | None = None,
         keep_every: int | None = None,
         local: Path | None = None,
+        failed: Callable[[Exception], None] | None = None,
     ):
+        """Names the directories.
+
+        Args:
+          local: directory to which checkpoints are written first.
+          failed: called at once, in a thread, with the error of this process's part of a save.
+            Orbax would raise the error only after a barrier at which the other processes do not
+            arrive.
+        """
         self.directory = Path(run_dir).absolute() / "checkpoints"
         self._written_to = local or self.directory
         self._copies: Copies | None = None
@@ -166,9 +178,11 @@ class Checkpoints:
         self._manager: ocp.CheckpointManager | None = None
         self._step, self._best = -1, _Step()
         self._record: dict[str, Any] | None = None
+        self._failed = failed
         # Orbax logs to stderr through absl. The first failure of a save is raised as an exception;
         # asyncio would log the failures of the remaining tasks, which nobody awaits any more.
-        logging.getLogger("absl").setLevel(logging.CRITICAL)
+        logging.getLogger("absl").setLevel(logging.ERROR)
+        logging.getLogger("absl").addFilter(self._report if failed else _is_critical)
         logging.getLogger("asyncio").addFilter(_not_of_orbax)
         warnings.filterwarnings("ignore", "coroutine 'async_serialize.* was never awaited")
 
@@ -212,6 +226,7 @@ class Checkpoints:
     def close(self) -> None:
         """Finishes the last save and ends all threads."""
         with ExitStack() as stack:
+            stack.callback(logging.getLogger("absl").removeFilter, self._report)
             if self._copies:
                 stack.callback(self._copies.close)
             if self._manager:
@@ -334,11 +349,28 @@ class Checkpoints:
     @contextmanager
     def _saving(self) -> Iterator[None]:
         """Converts every failure of a save to an OSError."""
-        with explain_full_disk(self._written_to / str(self._step)):
+        directory = self._written_to / str(self._step)
+        with explain_full_disk(directory):
             try:
                 yield
             except ValueError as error:  # Orbax raises it for file errors.
-                raise OSError(str(error)) from error
+                text = str(error)
+                if reason := OS_ERROR.search(text):
+                    text = f"{directory}: {reason[1]}; mend it, then start the same command again"
+                raise OSError(text) from error
+
+    def _report(self, record: logging.LogRecord) -> bool:
+        """Filter of orbax's log that calls `failed`, and drops all but critical records."""
+        error = record.exc_info[1] if record.exc_info else None
+        # A barrier fails if another process is lost.
+        lost = isinstance(getattr(error, "__cause__", None), jax.errors.JaxRuntimeError)
+        if self._failed and error and "Commit operations" in str(record.msg) and not lost:
+            try:
+                with self._saving():
+                    raise error
+            except Exception as explained:
+                self._failed(explained)
+        return _is_critical(record)
 
     def _open(self, restored: int) -> ocp.CheckpointManager:
         """Clears the way for checkpoints after step `restored`, and opens orbax's manager."""
@@ -379,6 +411,10 @@ class Checkpoints:
         if self._record:
             best = path if self._copies else self.directory.parent
             write_atomically(best / BEST, json.dumps(self._record) + "\n")
+
+
+def _is_critical(record: logging.LogRecord) -> bool:
+    return record.levelno >= logging.CRITICAL
 
 
 def _not_of_orbax(record: logging.LogRecord) -> bool:

@@ -8,12 +8,17 @@ import jax
 import numpy as np
 
 from bptjax.optim.schedule import learning_rate
-from bptjax.parallel.distributed import all_gather_json, raise_together
+from bptjax.parallel.distributed import (
+    all_gather_json,
+    describe_process,
+    exit_with,
+    raise_together,
+)
 from bptjax.run.checkpoint import Best, Checkpoints
 from bptjax.run.heartbeat import beat
 from bptjax.run.local_checkpoints import directory_id, local_directory, make_local_directory
 from bptjax.run.metrics import NullLogger, RunProgress
-from bptjax.run.output import plural
+from bptjax.run.output import describe, plural
 from bptjax.run.versions import describe_changes
 from bptjax.training.guards import exclusive
 from bptjax.training.setup import TrainingRun
@@ -72,9 +77,15 @@ def open_checkpoints(run: TrainingRun) -> Iterator[Checkpoints]:
             save_total_limit=config.save_total_limit,
             keep_every=config.keep_every,
             local=local,
+            failed=_exit if jax.process_count() > 1 else None,
         )
         stack.callback(checkpoints.close)
         yield checkpoints
+
+
+def _exit(error: Exception) -> None:
+    """Ends this process after its part of a save has failed; the others then lose a peer."""
+    exit_with(OSError(f"{describe_process(jax.process_index())}: {describe(error)}"))
 
 
 def find_start(run: TrainingRun, checkpoints: Checkpoints) -> Start:

@@ -392,6 +392,24 @@ def test_another_config_in_one_process_is_refused(arguments, tmp_path, start):
 
 
 @pytest.mark.thorough
+def test_a_full_disk_of_one_process_ends_all(arguments, tmp_path, start):
+    """Its part of a save fails while the other process waits for it at a barrier."""
+    code = """
+import os, resource, sys
+from bptjax.cli.train import main
+if os.environ["RANK"] == "1":
+    sys.dont_write_bytecode = True  # Python does not notice that such a file is cut off.
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))
+sys.exit(main())
+"""
+    run_dir = tmp_path / "run"
+    codes, _, errors = ends(start("-c", code, *arguments, "--run_dir", str(run_dir)))
+    assert codes == [1, 1] and errors[0][0].startswith(LOST)
+    full = f"error: process 1: {run_dir}/checkpoints/6: File too large; free some space, "
+    assert len(errors[1]) == 1 and errors[1][0].startswith(full)
+
+
+@pytest.mark.thorough
 def test_one_process_can_read_a_checkpoint_alone(start, tmp_path):
     """As each process does that starts from another run."""
     code = """
