@@ -15,7 +15,7 @@ from bptjax.models.decoder import Decoder
 from bptjax.models.generation import length_warning
 from bptjax.parsing.keys import check_seed
 from bptjax.run.yaml_files import RUN_CONFIG, read_yaml
-from bptjax.tasks import task_names
+from bptjax.tasks import QUESTIONS, task_names
 from bptjax.weights.loading import load_opened, open_decoder
 
 # Largest number that a flag may have. That many losses take 128 MiB.
@@ -74,25 +74,33 @@ def _check(args: Namespace) -> None:
         raise ValueError(
             "--data (held-out loss), --tasks (use of the context) or --lm_eval must be given"
         )
-    task_names(args.tasks, "--tasks")
+    if QUESTIONS in args.tasks and not args.questions:
+        raise ValueError(f"--tasks={QUESTIONS}: requires --questions FILES")
+    if args.questions and not {QUESTIONS, "all"} & {*args.tasks}:
+        raise ValueError(f"--questions: requires --tasks {QUESTIONS}")
+    task_names(args.tasks, "--tasks", bool(args.questions))
     if bool(args.tasks) != bool(args.lengths):
         raise ValueError("--tasks and --lengths: must be given together")
-    names = "length", "seq_len", "batches", "buckets", "documents", "samples", "short_context"
+    if args.length is not None:
+        raise ValueError("--length: is now --perplexity")
+    names = "perplexity", "seq_len", "batches", "buckets", "documents", "samples", "short_context"
     numbers = [(name, getattr(args, name)) for name in names if getattr(args, name) is not None]
     for name, number in [*numbers, *(("lengths", n) for n in args.lengths)]:
-        least = 2 if name == "length" else 1
+        least = 2 if name == "perplexity" else 1
         if not least <= number <= MOST:
             raise ValueError(f"--{name}={number}: must be in [{least}, {MOST}]")
-    if args.length is not None:
+    if args.perplexity is not None:
         for name in ("format", "fields", "seq_len", "batches"):
             if getattr(args, name) is not None:
-                raise ValueError(f"--{name}: must not be given with --length, which reads text")
+                raise ValueError(f"--{name}: must not be given with --perplexity, which reads text")
     if args.num_fewshot is not None and args.num_fewshot < 0:
         raise ValueError(f"--num_fewshot={args.num_fewshot}: must not be negative")
-    if args.length is not None and args.buckets >= args.length:
-        raise ValueError(f"--buckets={args.buckets}: must be less than --length={args.length}")
-    if args.short_context is not None and args.short_context >= (args.length or 0):
-        raise ValueError(f"--short_context={args.short_context}: requires a larger --length")
+    if args.perplexity is not None and args.buckets >= args.perplexity:
+        raise ValueError(
+            f"--buckets={args.buckets}: must be less than --perplexity={args.perplexity}"
+        )
+    if args.short_context is not None and args.short_context >= (args.perplexity or 0):
+        raise ValueError(f"--short_context={args.short_context}: requires a larger --perplexity")
     there = next(path for path in (args.out, *args.out.parents) if path.exists())
     if not there.is_dir():
         raise ValueError(f"--out={args.out}: must be a directory, but {there} is a file")

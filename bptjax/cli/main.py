@@ -4,7 +4,7 @@ Commands are imported after their flags are parsed, because importing jax takes 
 """
 
 import sys
-from argparse import ArgumentTypeError, RawDescriptionHelpFormatter
+from argparse import SUPPRESS, ArgumentTypeError, RawDescriptionHelpFormatter
 from collections.abc import Callable
 from importlib import import_module
 from itertools import chain
@@ -182,7 +182,7 @@ def evaluate() -> Parser:
         prog="bptjax evaluate",
         usage="%(prog)s --model MODEL [--data PATH] [--FLAG VALUE ...]",
         description="Measures the loss of a model on --data, as the evaluations of a run do, or "
-        "with --length its perplexity by position in long text; by --tasks whether it uses its "
+        "with --perplexity its perplexity by position in long text; by --tasks whether it uses its "
         "context in prompts of --lengths tokens; and by --lm_eval its scores in tasks of "
         "lm-evaluation-harness. Prints tables and writes JSON and plots.",
     )
@@ -202,7 +202,9 @@ def evaluate() -> Parser:
     batches = "largest number of batches, a sample of the data. If not set, all data."
     add("--batches", type=int, help=batches)
     add = parser.add_argument_group("perplexity by position").add_argument
-    add("--length", type=int, help="tokens read of each document")
+    add("--perplexity", type=int, metavar="TOKENS", help="tokens read of each document")
+    # The former name, which is close to --lengths.
+    add("--length", type=int, help=SUPPRESS)
     short = "also measures the same tokens with only this number of tokens before each, and LongPPL"
     add("--short_context", type=int, metavar="TOKENS", help=short)
     add("--buckets", type=int, default=8, help="number of ranges of positions")
@@ -215,6 +217,8 @@ def evaluate() -> Parser:
     add("--samples", type=int, default=25, help="number of prompts for each task and length")
     haystack = "files of text or records to hide facts in, instead of made sentences"
     add("--haystack", nargs="+", default=[], metavar="FILES", help=haystack)
+    questions = "records with a question about a document, for the task questions"
+    add("--questions", nargs="+", default=[], metavar="FILES", help=questions)
     add = parser.add_argument_group("lm-evaluation-harness").add_argument
     tasks = 'its tasks, patterns such as mmlu_*, or YAML files; needs pip install -e ".[eval]"'
     add("--lm_eval", nargs="+", default=[], metavar="TASK", help=tasks)

@@ -20,6 +20,7 @@ from bptjax.models.decoder import Decoder
 from bptjax.run.output import plural, write_atomically
 from bptjax.run.progress import Progress
 from bptjax.tasks import TASKS, task_names
+from bptjax.tasks.questions import Questions
 from bptjax.tasks.sample import Sampler, encoder
 from bptjax.tasks.scores import Scores, answers
 from bptjax.tasks.words import Haystack
@@ -84,6 +85,10 @@ def plot_context(rows: list[dict[str, Any]], file: Path, trained: list[int]) -> 
     figure.savefig(file, dpi=120)
 
 
+def _checksum(text: str) -> str:
+    return f"crc32 {zlib.crc32(text.encode(errors='replace')):08x}"
+
+
 class ContextTasks:
     """The scores of `--tasks` in prompts of `--lengths`. Finished rows of an earlier call with the
     same settings are kept."""
@@ -91,17 +96,25 @@ class ContextTasks:
     table, plot = staticmethod(context_table), staticmethod(plot_context)
 
     def __init__(self, args: Namespace):
-        self.args, self.names = args, task_names(args.tasks, "--tasks")
+        self.args, self.names = args, task_names(args.tasks, "--tasks", bool(args.questions))
         self.lengths, self.longest = sorted(set(args.lengths)), max(args.lengths)
         self.file = args.out / "tasks.json"
         self.filler = None
         if args.haystack:
             self.filler = Haystack(args.haystack, args.text_key or "text", args.seed)
+        self.questions = None
+        if args.questions:
+            self.questions = Questions(args.questions, args.seed, self.filler)
+            if args.samples > (most := len(self.questions.questions)):
+                raise ValueError(
+                    f"--samples={args.samples}: must be at most {most}, the number of --questions"
+                )
         common: dict[str, Any] = dict(tokenizer=args.tokenizer, seed=args.seed)
         common |= dict(samples=args.samples, haystack=None)
         if self.filler:
-            text = "".join(self.filler.pieces).encode(errors="replace")
-            common["haystack"] = [*args.haystack, f"crc32 {zlib.crc32(text):08x}"]
+            common["haystack"] = [*args.haystack, _checksum("".join(self.filler.pieces))]
+        if self.questions:
+            common["questions"] = [*args.questions, _checksum(repr(self.questions.questions))]
         self.settings = {name: dict(model=name) | common for name in args.model}
         self.encoders: dict[str, Any] = {}
 
@@ -125,7 +138,8 @@ class ContextTasks:
 
     def _sampler(self, name: str, task: str, length: int, tokenizer: Tokenizer) -> Sampler:
         how: dict[str, Any] = dict(tokenizer=tokenizer, encode=self.encoders[name])
-        how |= dict(seed=self.args.seed, filler=self.filler)
+        how |= dict(seed=self.args.seed)
+        how["filler"] = self.questions if TASKS[task].files else self.filler
         return Sampler(task, TASKS[task], length, **how)
 
     def _finished(self) -> list[dict[str, Any]]:

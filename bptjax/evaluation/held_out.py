@@ -81,7 +81,7 @@ class HeldOut:
 
     @staticmethod
     def asked(args: Namespace) -> bool:
-        return bool(args.data) and args.length is None
+        return bool(args.data) and args.perplexity is None
 
     def check(self, name: str, tokenizer: Tokenizer) -> None:
         self.of[name].check(tokenizer)

@@ -120,8 +120,8 @@ def by_position(
                 break
     if not seen:
         raise ValueError(
-            f"--length={length}: must be at most {longest}, the length of the longest document; "
-            "lower it, or give longer documents"
+            f"--perplexity={length}: must be at most {longest}, the length of the longest "
+            "document; lower it, or give longer documents"
         )
     rows = []
     for bucket in np.array_split(np.arange(length - 1), buckets):
@@ -254,13 +254,13 @@ class Perplexity:
     table, plot = staticmethod(perplexity_table), staticmethod(plot_perplexity)
 
     def __init__(self, args: Namespace):
-        self.args, self.longest = args, args.length
+        self.args, self.longest = args, args.perplexity
         self.documents = open_documents(args.data, text_key=args.text_key or "text")
         self.need: dict[bytes, np.ndarray] = {}
 
     @staticmethod
     def asked(args: Namespace) -> bool:
-        return bool(args.data) and args.length is not None
+        return bool(args.data) and args.perplexity is not None
 
     def check(self, name: str, tokenizer: Tokenizer) -> None:
         pass
@@ -270,7 +270,7 @@ class Perplexity:
             model,
             tokenizer,
             self.documents,
-            length=self.args.length,
+            length=self.args.perplexity,
             buckets=self.args.buckets,
             limit=self.args.documents,
             short_context=self.args.short_context,

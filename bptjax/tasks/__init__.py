@@ -9,7 +9,8 @@ from functools import partial
 
 from bptjax.tasks.counting import coded_words, common_words
 from bptjax.tasks.needles import among_needles, needles, passkey, records, variables
-from bptjax.tasks.sample import Task, first_number
+from bptjax.tasks.questions import questions
+from bptjax.tasks.sample import Task, any_reference, first_number
 
 _HIDDEN = (
     "Secret {kind}s are hidden in the text below. Remember them, because a question about them "
@@ -19,6 +20,8 @@ _ONE = _HIDDEN.format(kind="number", question="What is the secret number of {que
 _ALL = _HIDDEN.format(kind="number", question="What are all the secret numbers of {query}?")
 _NUMBER, _NUMBERS = "The secret number of {query} is", "The secret numbers of {query} are"
 
+# The task that reads `--questions`.
+QUESTIONS = "questions"
 # Tasks by the names of `--tasks`.
 TASKS: dict[str, Task] = {
     "passkey": Task(
@@ -72,16 +75,27 @@ TASKS: dict[str, Task] = {
         "The words of record {query} are:",
         64,
     ),
+    QUESTIONS: Task(
+        questions,
+        "Answer the question about the documents below with words from them, and with nothing else."
+        "\n\n{context}\n\nAnswer with words from the documents, and with nothing else: {query}",
+        "Answer:",
+        32,
+        score=any_reference,
+        files=True,
+    ),
 }
 
 
-def task_names(given: Sequence[str], key: str) -> list[str]:
-    """Returns the tasks that `key`, a flag or a key of a config, names, in the order of the table.
+def task_names(given: Sequence[str], key: str, files: bool = False) -> list[str]:
+    """Returns the tasks that `key`, a flag or a key of a config, names, in the order of the table;
+    with `files`, also those that read files of the user.
 
     Raises:
       ValueError: a task is unknown.
     """
+    known = [name for name, task in TASKS.items() if files or not task.files]
     for name in given:
-        if name not in TASKS and name != "all":
-            raise ValueError(f"{key}={name}: must be all or one of {', '.join(TASKS)}")
-    return [name for name in TASKS if name in given or "all" in given]
+        if name not in known and name != "all":
+            raise ValueError(f"{key}={name}: must be all or one of {', '.join(known)}")
+    return [name for name in known if name in given or "all" in given]

@@ -4,12 +4,12 @@ import re
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from bptjax.data.templates import render
 from bptjax.data.tokenizer import Tokenizer
-from bptjax.tasks.words import Filler
 
 # Share of the length that is aimed at, and that is enough.
 AIM, ENOUGH = 0.993, 0.985
@@ -45,6 +45,11 @@ def recall(text: str, references: tuple[str, ...]) -> float:
     return sum(each.lower() in text.lower() for each in references) / len(references)
 
 
+def any_reference(text: str, references: tuple[str, ...]) -> float:
+    """Returns 1 if the text contains one of the references, in any case, else 0."""
+    return float(any(each.lower() in text.lower() for each in references))
+
+
 def first_number(text: str, references: tuple[str, ...]) -> float:
     """Returns 1 if the first number in the text is the reference, else 0."""
     return float(re.findall(r"\d+", text)[:1] == list(references))
@@ -56,19 +61,22 @@ class Task:
 
     Attributes:
       draw: function of the random numbers, the units (sentences, words or records) of the context,
-        the index of the sample, and the filler; None for the task's own.
+        the index of the sample, and the filler; None for the task's own. A task with `files` takes
+        these in place of the filler.
       prompt: user's message, with {context} and {query}.
       start: first words of the answer, which the model continues.
       answer_tokens: largest number of tokens of an answer; more if the references take more.
       units: smallest number of units.
+      files: the task reads files of the user.
     """
 
-    draw: Callable[[np.random.Generator, int, int, Filler | None], Drawn]
+    draw: Callable[[np.random.Generator, int, int, Any], Drawn]
     prompt: str
     start: str
     answer_tokens: int
     units: int = 4
     score: Callable[[str, tuple[str, ...]], float] = recall
+    files: bool = False
 
 
 @dataclass(frozen=True)
@@ -125,7 +133,7 @@ class Sampler:
         tokenizer: Tokenizer,
         encode: Encode,
         seed: int,
-        filler: Filler | None = None,
+        filler: Any = None,
         key: str = "--lengths",
     ):
         self.name, self.task, self.length, self.filler = name, task, length, filler
@@ -157,13 +165,13 @@ class Sampler:
 
     def _fitted(self, index: int) -> tuple[Sample, int]:
         """Returns the sample and its units: as many as fit, or nearly as many."""
-        best, units = None, self._units
+        best, units, size = None, self._units, 0
         low, high = self.task.units - 1, 2**62
         for _ in range(ATTEMPTS):
             sample = self._sample(index, units)
             limit = self.length - sample.new_tokens
-            excess = len(sample.ids) - limit
-            if excess <= 0:
+            size = len(sample.ids) + sample.new_tokens
+            if size <= self.length:
                 best, low = (sample, units), units
             else:
                 high = units
@@ -173,8 +181,7 @@ class Sampler:
             units = min(max(units + step, low + 1), high - 1)
         if best is None:
             raise ValueError(
-                f"{self._key}={self.length}: must be longer; "
-                f"{len(sample.ids) + sample.new_tokens} tokens are too many"
+                f"{self._key}={self.length}: must be longer; {size} tokens are too many"
             )
         return best
 

@@ -95,19 +95,17 @@ class Scores:
         self.sampler, self.seed = sampler, seed
         self.scores: list[float] = []
         self._depths: list[float | None] = []
-        self._whole = True
 
     def add(self, answer: Answer) -> None:
         drawn = answer.sample.drawn
         self.scores.append(answer.score)
         self._depths.append(drawn.depth)
-        self._whole = self._whole and len(drawn.references) == 1
 
     def row(self) -> dict[str, Any]:
         """Returns `task`, `length`, `samples`, `score`, the 95 % interval from `low` to `high`, and
         `by_depth` for a task with depths."""
         scores = np.array(self.scores)
-        low, high = interval(scores, self._whole, self.seed)
+        low, high = interval(scores, self.seed)
         row: dict[str, Any] = dict(task=self.sampler.name, length=self.sampler.length)
         row |= dict(samples=len(scores), score=float(scores.mean()), low=low, high=high)
         if None not in self._depths:
@@ -116,11 +114,11 @@ class Scores:
         return row
 
 
-def interval(scores: np.ndarray, whole: bool, seed: int) -> tuple[float, float]:
-    """Returns the ends of the 95 % interval of the mean score: Wilson's if each score is 0 or 1
-    (`whole`), else a bootstrap's."""
+def interval(scores: np.ndarray, seed: int) -> tuple[float, float]:
+    """Returns the ends of the 95 % interval of the mean score: Wilson's if each score is 0 or 1,
+    else a bootstrap's."""
     n, mean = len(scores), float(scores.mean())
-    if not whole:
+    if not np.isin(scores, (0, 1)).all():
         chosen = np.random.default_rng(seed).integers(n, size=(RESAMPLES, n))
         edges = (1 - COVERAGE) / 2, (1 + COVERAGE) / 2
         low, high = np.quantile(scores[chosen].mean(1), edges).tolist()

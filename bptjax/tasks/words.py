@@ -105,7 +105,7 @@ def repeated(rng: np.random.Generator, count: int) -> list[str]:
 
 
 # Sentences and lines, with the white space after them. Longer ones are divided.
-_PIECE = re.compile(
+PIECE = re.compile(
     r"\s*\S(?:.{0,198}?(?:[.!?]\s+|[。！？]\s*|\s*\n\s*|\Z)|.{0,198}\s+|.{1,198})", re.S
 )
 
@@ -129,7 +129,7 @@ class Haystack:
         for document in documents:
             if not isinstance(document, str):
                 raise ValueError("--haystack: must hold text, not token ids or chats")
-            found = _PIECE.findall(document[: characters - total])
+            found = PIECE.findall(document[: characters - total])
             if found and not found[-1][-1].isspace():
                 found[-1] += "\n"
             self.pieces += found

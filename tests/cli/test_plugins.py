@@ -21,7 +21,7 @@ COMMANDS = [
     f"train {DATA} {MODEL} --run_dir {{0}}/run",
     f"preview {DATA}",
     "generate --model {0}/run --prompt a --max_new_tokens 1",
-    "evaluate --model {0}/run --data {0}/text.txt --length 16 --buckets 1 --out {0}/evaluation",
+    "evaluate --model {0}/run --data {0}/text.txt --perplexity 16 --buckets 1 --out {0}/evaluation",
     "convert bptjax-to-hf {0}/run {0}/hf",
 ]
 

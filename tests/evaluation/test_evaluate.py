@@ -120,7 +120,7 @@ def test_a_stream_is_read_up_to_the_limit(tmp_path, model):
 
 
 def test_too_short_documents_are_refused(model):
-    with pytest.raises(ValueError, match="--length=400: must be at most 12"):
+    with pytest.raises(ValueError, match="--perplexity=400: must be at most 12"):
         perplexity.by_position(
             model, BYTES, ["a short one"], length=400, buckets=3, limit=9, dtype=jnp.float32
         )
@@ -131,7 +131,7 @@ def test_command_line(tmp_path, capsys, model, monkeypatch):
     text.write_text("it was a dark and stormy night. " * 40)
     monkeypatch.setattr(evaluate, "open_decoder", lambda *a, **k: (model, BYTES))
     monkeypatch.setattr(evaluate, "load_opened", lambda found, *a, **k: found)
-    options = ["--model", "it", "--data", str(text), "--length", "64", "--buckets", "2"]
+    options = ["--model", "it", "--data", str(text), "--perplexity", "64", "--buckets", "2"]
     options += ["--tasks", "passkey", "--lengths", "500", "--samples", "1"]
     assert evaluate.main([*options, "--out", str(tmp_path / "out")]) == 0
     said = capsys.readouterr().out
@@ -151,7 +151,7 @@ def test_two_models_in_one_call(tmp_path, capsys, model, monkeypatch):
     monkeypatch.setattr(evaluate, "load_opened", lambda found, *a, **k: found)
     out, data = tmp_path / "out", f"--data={tmp_path / 'long.txt'}"
     command = ["--model=a", "--model=b", data, f"--out={out}", "--save_prompts"]
-    more = ["--length=64", "--tasks=passkey", "--lengths=500", "--samples=1"]
+    more = ["--perplexity=64", "--tasks=passkey", "--lengths=500", "--samples=1"]
     assert evaluate.main([*command, *more]) == 0
     assert evaluate.main([*command, "--seq_len=64"]) == 0
     said, losses = capsys.readouterr().out, []
@@ -181,17 +181,17 @@ def test_two_models_in_one_call(tmp_path, capsys, model, monkeypatch):
         (["--tasks=all", "--lengths=500", "--haystack", "/nowhere"], "/nowhere"),
         (["--data", "/nowhere"], "/nowhere"),
         (
-            ["--data", "python-stdlib", "--length", "4", "--buckets", "4"],
-            "--buckets=4: must be less than --length=4",
+            ["--data", "python-stdlib", "--perplexity", "4", "--buckets", "4"],
+            "--buckets=4: must be less than --perplexity=4",
         ),
         (
-            ["--data", "python-stdlib", "--length", "40", "--short_context", "40"],
-            "--short_context=40: requires a larger --length",
+            ["--data", "python-stdlib", "--perplexity", "40", "--short_context", "40"],
+            "--short_context=40: requires a larger --perplexity",
         ),
         # These ended in numpy's "Maximum allowed dimension exceeded".
         (
-            ["--data", "python-stdlib", "--length", "9" * 30],
-            r"--length=9+: must be in \[2, 16777216",
+            ["--data", "python-stdlib", "--perplexity", "9" * 30],
+            r"--perplexity=9+: must be in \[2, 16777216",
         ),
         (["--tasks=all", "--lengths", "9" * 30], r"--lengths=9+: must be in \[1, 16777216"),
         (["--lm_eval=x", "--num_fewshot=-1"], "--num_fewshot=-1: must not be negative"),

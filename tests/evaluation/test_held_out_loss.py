@@ -132,7 +132,7 @@ def test_a_table_without_a_plot(tmp_path, capsys, model, monkeypatch):
         (["--format=x"], "--format=x: must be one of auto, text, "),
         (["--seq_len=0"], "--seq_len=0: must be in"),
         (["--batches=0"], "--batches=0: must be in"),
-        (["--length=64", "--format=dolly"], "--format: must not be given with --length"),
+        (["--perplexity=64", "--format=dolly"], "--format: must not be given with --perplexity"),
         ([], "record 1: must have text in 'text'.*set --text_key to the field with the text"),
         (["--fields={prompt: q, answer: n}"], "'answer' .--fields: n. must be text"),
     ],

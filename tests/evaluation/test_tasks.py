@@ -2,6 +2,9 @@
 
 import json
 import re
+import tempfile
+from functools import cache
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -15,7 +18,8 @@ from bptjax.models.decoder import Decoder
 from bptjax.models.sampling import Sampling
 from bptjax.tasks import TASKS, scores
 from bptjax.tasks.needles import KEY, hide
-from bptjax.tasks.sample import Sampler, encoder, first_number, recall
+from bptjax.tasks.questions import Questions, pieces
+from bptjax.tasks.sample import Sampler, any_reference, encoder, first_number, recall
 from bptjax.tasks.scores import interval
 from bptjax.tasks.words import Haystack, coined_words, essay, names
 
@@ -28,7 +32,26 @@ CHAT = BYTES.with_chat(
 )
 
 
+def asked_about(number):
+    """A record about a document of about 400 characters."""
+    rng = np.random.default_rng(number)
+    text = "".join(essay(rng, 4)).strip()
+    fact = f" The hall of house {number} has {1000 + number} seats. "
+    document = text + fact + "".join(essay(rng, 4))
+    question = f"How many seats has the hall of house {number}?"
+    return dict(document=document, question=question, answer=str(1000 + number))
+
+
+@cache
+def questions_file():
+    path = Path(tempfile.mkdtemp()) / "questions.jsonl"
+    path.write_text("".join(json.dumps(asked_about(i)) + "\n" for i in range(20)))
+    return str(path)
+
+
 def sampler(name, length, tokenizer=BYTES, seed=0, filler=None):
+    if TASKS[name].files:
+        filler = Questions([questions_file()], 0, filler)
     how = dict(tokenizer=tokenizer, encode=encoder(tokenizer, tokenizer is CHAT))
     return Sampler(name, TASKS[name], length, seed=seed, filler=filler, **how)
 
@@ -109,6 +132,10 @@ def test_each_task_asks_for_what_its_references_say():
             assert counts[order[len(found) - 1]] > counts[order[len(found)]]
         elif name == "record":
             assert f"Record {drawn.query}: {drawn.references[0]}\n" in text
+        elif name == "questions":
+            house = re.search(r"house (\d+)", drawn.query)[1]
+            assert f"house {house} has {drawn.references[0]} seats" in text
+            assert len(re.findall(" seats", text)) > 10
         else:
             assert re.findall(r"\d+", text) == [*found] * 2
 
@@ -139,16 +166,70 @@ def test_documents_of_the_user_are_the_filler(tmp_path):
     assert sum(map(len, few.pieces)) <= 31
     for name in TASKS:
         filled = sampler(name, 3000, filler=haystack)[0].drawn.context
-        own = {"niah_needles", "common_words", "frequent_words", "record"}
+        own = {"niah_needles", "common_words", "frequent_words", "record", "questions"}
         assert ("Another one!" in filled) == (name not in own), name
+
+
+def write(path, *records):
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return str(path)
+
+
+def test_questions_are_read_in_the_form_of_squad(tmp_path):
+    """One record has answers of three people."""
+    answers = dict(text=["old", "very old", "old"], answer_start=[15, 15, 15])
+    squad = dict(id="7", context="A house. It is old.", question="How old?", answers=answers)
+    single = dict(document="A garden.", question="What? ", answer="A garden")
+    source = Questions([write(tmp_path / "a.jsonl", squad, single)], 0)
+    found = {each.question: each.answers for each in source.questions}
+    assert found == {"How old?": ("old", "very old"), "What?": ("A garden",)}
+    assert any_reference("It is Very OLD", ("new", "old")) == 1
+    assert any_reference("It is new", ("old", "very old")) == 0
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "says"),
+    [
+        ("document", None, "'document' must be text"),
+        ("question", " ", "'question' must be text"),
+        ("answer", [], "'answer' must be text"),
+        ("answer", [3], "'answer' must be text"),
+        ("answer", 3, "'answer' must be text"),
+    ],
+)
+def test_records_without_an_answer_are_refused(field, value, says, tmp_path):
+    path = write(tmp_path / "a.jsonl", asked_about(1), asked_about(2) | {field: value})
+    with pytest.raises(ValueError, match=f"a.jsonl, record 2: {says}"):
+        Questions([path], 0)
+
+
+def test_a_document_stands_among_whole_others_and_is_there_once(tmp_path):
+    """Two questions about each. After the last document comes other text."""
+    records = [asked_about(i) for i in range(4)]
+    path = write(tmp_path / "a.jsonl", *records, *({**r, "question": "?"} for r in records))
+    source = Questions([path], 0)
+    assert len(source.questions) == 8 and len(source.documents) == 4
+    places = set()
+    for index in range(8):
+        for units in (20, 200):
+            rng = np.random.default_rng(index)
+            drawn = TASKS["questions"].draw(rng, units, index, source)
+            own = next(r for r in records if r["answer"] == drawn.references[0])["document"]
+            before, _ = drawn.context.split(own.strip() + "\n\n")
+            assert not before or before.endswith("\n\n")
+            places.add(len(before))
+        for record in records:
+            assert drawn.context.count(record["document"].strip()) == 1
+        assert len(pieces(drawn.context)) > 200
+    assert len(places) > 4
 
 
 def test_intervals():
     """Wilson's of 8 in 10 is 0.490 to 0.943 (Newcombe 1998's formula by hand)."""
     scores = np.array([1.0] * 8 + [0.0] * 2)
-    assert interval(scores, True, 0) == pytest.approx((0.4902, 0.9433), abs=1e-4)
-    assert interval(np.ones(10), True, 0) == pytest.approx((0.7225, 1.0), abs=1e-4)
-    low, high = interval(np.tile([0.25, 0.75], 50), False, 0)
+    assert interval(scores, 0) == pytest.approx((0.4902, 0.9433), abs=1e-4)
+    assert interval(np.ones(10), 0) == pytest.approx((0.7225, 1.0), abs=1e-4)
+    low, high = interval(np.tile([0.25, 0.75], 50), 0)
     assert (low, high) == pytest.approx((0.45, 0.55), abs=0.01)
 
 
@@ -167,7 +248,8 @@ def command(tmp_path, model, monkeypatch):
         texts = []
         for prompt in prompts:
             asked.append(text := tokenizer.decode(prompt.tolist()))
-            references = re.findall(r"is (\d{7})\b", text) or [text.split("key is ")[1][:5]]
+            found = re.findall(r"is (\d{7})\b|key is (\d{5})|has (\d{4}) seats", text)
+            references = ["".join(found[0])]
             texts.append("" if len(asked) % 2 else f" {references[0]}.")
         yield texts
 
@@ -217,6 +299,22 @@ def test_rows_are_kept_under_the_same_settings(command, capsys):
     (out / "tasks.json").write_text("{")
     assert command(*flags, "700")[0] == 2
     assert "tasks.json: must hold the rows of --tasks" in capsys.readouterr().err
+
+
+def test_questions_need_their_files(command, capsys):
+    flags = "--tasks", "questions", "--lengths", "1400"
+    assert command(*flags)[0] == 2
+    assert capsys.readouterr().err == "error: --tasks=questions: requires --questions FILES\n"
+    code, asked, out = command(*flags, f"--questions={questions_file()}")
+    assert code == 0 and len(set(asked)) == 4
+    (row,) = json.loads((out / "tasks.json").read_text())
+    assert row["task"] == "questions" and row["questions"][0] == questions_file()
+    few = write(out / "few.jsonl", asked_about(1), asked_about(2))
+    assert command(*flags, f"--questions={few}")[0] == 2
+    says = "error: --samples=4: must be at most 2, the number of --questions\n"
+    assert capsys.readouterr().err == says
+    assert command("--tasks=passkey", "--lengths=700", f"--questions={questions_file()}")[0] == 2
+    assert capsys.readouterr().err == "error: --questions: requires --tasks questions\n"
 
 
 def test_rows_of_other_weights_are_refused(command, model, monkeypatch, capsys):

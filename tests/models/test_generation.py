@@ -299,7 +299,7 @@ def test_text_beyond_the_positions_of_the_model_warns(run_directory, tmp_path, c
         error = capsys.readouterr().err
         assert told in error and error.count("warning: ") == bool(told)
     text = ["--data", str(run_directory.parent / "text.txt"), "--buckets", "2"]
-    assert evaluate.main([*base, *text, "--length", "49", "--out", str(tmp_path / "out")]) == 0
+    assert evaluate.main([*base, *text, "--perplexity", "49", "--out", str(tmp_path / "out")]) == 0
     error = capsys.readouterr().err
     assert "49 tokens are beyond the 48 positions" in error and error.count("\n") == 1
 
@@ -353,7 +353,7 @@ def test_bad_tokenizers_and_models_give_one_line(run_directory, tmp_path, capsys
     assert command.main([*base, "--prompt", "A", "--tokenizer", str(tmp_path / "letters")]) == 2
     assert "vocabulary of 300: must be at most" in capsys.readouterr().err
     (tmp_path / "ids.jsonl").write_text('{"input_ids": [1, 2, 3000]}\n')
-    options = ["--data", str(tmp_path / "ids.jsonl"), "--length", "2", "--buckets", "1"]
+    options = ["--data", str(tmp_path / "ids.jsonl"), "--perplexity", "2", "--buckets", "1"]
     assert evaluate.main([*base, *options, "--out", str(tmp_path / "out")]) == 2
     assert "input_ids from 1 to 3000" in capsys.readouterr().err
     # Before anything else is evaluated.

@@ -155,7 +155,7 @@ def test_errors_of_evaluate_name_its_flags(tmp_path, capsys):
     raw.vocab_size = ByteTokenizer.vocab_size
     ByteTokenizer().save(random_base(tmp_path / "base", raw))
     (tmp_path / "a.jsonl").write_text(json.dumps({"body": "one two three four"}) + "\n")
-    command = ["evaluate", f"--data={tmp_path / 'a.jsonl'}", "--length=9", "--device=cpu"]
+    command = ["evaluate", f"--data={tmp_path / 'a.jsonl'}", "--perplexity=9", "--device=cpu"]
     command += [f"--out={tmp_path / 'out'}"]
     assert cli.main([*command, f"--model={tmp_path / 'base'}"]) == 2
     hint = "; set --text_key to the field with the text, or see --format and --fields\n"

@@ -229,7 +229,7 @@ def test_a_run_keeps_the_tensors_beside_the_text_model(tmp_path, arguments, caps
     )
     assert read_json(out / "config.json")["vision_config"]
     assert generate(["--model", str(run), "--prompt", "1 plus", "--max-new-tokens=3"]) == 0
-    options = ["--data", str(tmp_path / "text.txt"), "--length=24", "--device=cpu"]
+    options = ["--data", str(tmp_path / "text.txt"), "--perplexity=24", "--device=cpu"]
     options.append(f"--out={tmp_path / 'evaluation'}")
     assert evaluate(["--model", str(out), *options]) == 0
     one, other = (
