@@ -528,6 +528,18 @@ def gguf_loop() -> str:
     return table(["model", "file", "result"], body)
 
 
+def perplexity(name: str) -> str:
+    """The perplexity of models by position."""
+    rows = read(name)
+    models = list(dict.fromkeys(row["model"] for row in rows))
+    found = {(row["start"], row["end"], row["model"]): row["perplexity"] for row in rows}
+    body = [
+        [f"{start:,} to {end:,}", *(f"{found[start, end, model]:.1f}" for model in models)]
+        for start, end in dict.fromkeys((row["start"], row["end"]) for row in rows)
+    ]
+    return table(["positions", *(f"`{model}`" for model in models)], body)
+
+
 def host_events() -> str:
     """The events of runs on several hosts by outcome, with the seconds of the longest."""
     rows = read("host_events_cpu.jsonl")
@@ -572,6 +584,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "gguf_loop": gguf_loop,
     "faults": faults,
     "missed_faults": missed_faults,
+    "extend_tiny": lambda: perplexity("extend_tiny_cpu.json"),
     "host_events": host_events,
 }
 MARK = re.compile(r"(<!-- table: (\w+) -->\n)((?:\|.*\n)*)")

@@ -1,0 +1,157 @@
+"""Extends a model's context in several ways, and measures what the model makes of it.
+
+    python scripts/extension.py --model DIR --train train.jsonl --held_out held_out.jsonl \\
+        --out rows.jsonl --runs RUNS [--variants before theta yarn ...] \\
+        [--measures perplexity ...] [--samples 100] [--length 65536] \\
+        [--config configs/smollm2_64k.yaml] [--train.max_steps=200 ...]
+
+Each variant is a run of the config with other keys; `before` is the model itself. Writes a line of
+JSON for each row of `bptjax evaluate`, and one about each training, as soon as it is there; started
+again with the same --out, it leaves out what is there, and continues a run. `scripts/
+linux_documents.py` makes the documents. Further options are keys of all runs.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from bptjax.run.metrics import read_metrics
+from bptjax.run.versions import versions
+from bptjax.run.yaml_files import read_yaml
+
+ROOT = Path(__file__).parents[1]
+BEFORE = "before"
+NO_EXTENSION = ["--model.extend_to=null", "--model.max_position_embeddings={length}"]
+
+
+def scaled(kind: str) -> list[str]:
+    """Returns the keys of a scaling of rotary positions in place of a larger theta."""
+    scaling = {"rope_type": kind, "factor": "{factor}"}
+    if kind != "linear":
+        scaling["original_max_position_embeddings"] = "{trained}"
+    return NO_EXTENSION + [f"--model.rope_parameters.{key}={x}" for key, x in scaling.items()]
+
+
+# Keys of each variant, with {length} for train.seq_len, {trained} for the model's own positions and
+# {factor} for their ratio.
+VARIANTS: dict[str, list[str]] = {
+    "theta": [],
+    "theta_seed_1": ["--seed=1", "--data.seed=1"],
+    "theta_seed_2": ["--seed=2", "--data.seed=2"],
+    "unscaled": NO_EXTENSION,
+    "yarn": scaled("yarn"),
+    "linear": scaled("linear"),
+    "few_steps": ["--train.max_steps=10"],
+    "some_steps": ["--train.max_steps=50"],
+    "low_rate": ["--optimizer.learning_rate=3e-5"],
+    "concat": ["--data.packing=concat"],
+    "lora": ["--adapter.type=lora", "--adapter.r=64", "--adapter.target_modules=all-linear"],
+}
+
+
+def lengths(longest: int, shortest: int) -> list[str]:
+    """Returns the powers of two from one length to the other."""
+    return [str(2**n) for n in range(shortest.bit_length() - 1, longest.bit_length())]
+
+
+def measures(length: int, trained: int, samples: int, held_out: str) -> dict[str, list[str]]:
+    """Returns the flags of `bptjax evaluate` of each measure, in up to `length` tokens. `trained`
+    is the number of the model's own positions."""
+    counts = [f"--samples={samples}"]
+    hard = ["niah_multikey", "variable_tracking", "common_words"]
+    data = [f"--data={held_out}"]
+    return {
+        "perplexity": [*data, f"--perplexity={length}", f"--short_context={length // 16}"],
+        "passkey": ["--tasks", "passkey", "--lengths", *lengths(length, trained // 2), *counts],
+        "tasks": ["--tasks", *hard, "--lengths", *lengths(length, trained), *counts],
+        "short": ["--tasks", "niah_single", *hard, "--lengths", str(trained // 4), *counts],
+    }
+
+
+def train(command: list[str], run: Path) -> dict[str, Any]:
+    """Trains, or continues, a run. Returns its held-out losses, tokens and speed."""
+    start = time.perf_counter()
+    subprocess.run(
+        [sys.executable, "-m", "bptjax", "train", *command, f"--run_dir={run}"], check=True
+    )
+    records = list(read_metrics(run / "metrics.jsonl"))
+    held_out = {x["step"]: x["eval/loss"] for x in records if "eval/loss" in x}
+    steps = [x for x in records if "throughput/tokens_per_second" in x]
+    return dict(
+        seconds=round(time.perf_counter() - start, 1),
+        held_out=held_out,
+        tokens=steps[-1]["train/tokens_seen"],
+        tokens_per_second=round(steps[-1]["throughput/tokens_per_second"]),
+        versions=versions(),
+    )
+
+
+def evaluate(model: str, flags: list[str], out: Path) -> Iterator[dict[str, Any]]:
+    """Yields the rows of an evaluation."""
+    command = [sys.executable, "-m", "bptjax", "evaluate", f"--model={model}", f"--out={out}"]
+    subprocess.run([*command, *flags], check=True)
+    for file in sorted(out.glob("*.json")):
+        yield from json.loads(file.read_text())
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--train", required=True, help="documents to train on")
+    parser.add_argument("--held_out", required=True, help="documents for the perplexity")
+    parser.add_argument("--out", type=Path, required=True, help="file of rows")
+    parser.add_argument(
+        "--runs", type=Path, required=True, help="directory of runs and evaluations"
+    )
+    parser.add_argument("--config", type=Path, default=ROOT / "configs" / "smollm2_64k.yaml")
+    names = [BEFORE, *VARIANTS]
+    parser.add_argument("--variants", nargs="+", default=[BEFORE, "theta"], choices=names)
+    kinds = list(measures(1, 1, 1, ""))
+    parser.add_argument("--measures", nargs="+", default=kinds, choices=kinds)
+    parser.add_argument("--samples", type=int, default=100)
+    parser.add_argument("--length", type=int, help="if not set, train.seq_len of the config")
+    parser.add_argument("--device", default="auto")
+    args, keys = parser.parse_known_args(argv)
+    length = args.length or read_yaml(args.config)["train"]["seq_len"]
+    trained = json.loads((args.model / "config.json").read_text())["max_position_embeddings"]
+    known = set()
+    if args.out.exists():
+        rows = map(json.loads, args.out.read_text().splitlines())
+        known = {(row["variant"], row["length_trained"], row["measure"]) for row in rows}
+
+    def write(variant: str, measure: str, found: list[dict[str, Any]]) -> None:
+        # A path of this machine.
+        found = [{name: x for name, x in row.items() if name != "model"} for row in found]
+        about = dict(variant=variant, length_trained=length, measure=measure)
+        with args.out.open("a") as file:
+            file.write("".join(json.dumps(about | row) + "\n" for row in found))
+
+    for variant in args.variants:
+        model, run = str(args.model), args.runs / f"{variant}_{length}"
+        if variant != BEFORE:
+            own = [
+                key.format(length=length, trained=trained, factor=length / trained)
+                for key in VARIANTS[variant]
+            ]
+            command = [f"--config={args.config}", f"--model.name_or_path={model}"]
+            command += [f"--data.path={args.train}", f"--train.seq_len={length}"]
+            command += [f"--device={args.device}", f"--model.extend_to={length}", *keys, *own]
+            # The last of two values for a key counts here.
+            command = list({each.partition("=")[0]: each for each in command}.values())
+            if (variant, length, "train") not in known:
+                write(variant, "train", [train(command, run)])
+            model = str(run)
+        for measure, flags in measures(length, trained, args.samples, args.held_out).items():
+            if measure in args.measures and (variant, length, measure) not in known:
+                out = args.runs / f"{variant}_{length}_{measure}"
+                flags = [*flags, f"--device={args.device}"]
+                write(variant, measure, list(evaluate(model, flags, out)))
+
+
+if __name__ == "__main__":
+    main()

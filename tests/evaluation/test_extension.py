@@ -1,0 +1,43 @@
+"""The example of docs/long_context.md: a model is extended, and uses its new positions."""
+
+import json
+from pathlib import Path
+
+import extension
+import jax
+import pytest
+
+from bptjax.cli import main
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+
+@pytest.mark.thorough
+def test_a_tiny_model_is_extended(tmp_path, monkeypatch):
+    """In a third of the steps. The text is JAX's source code, as in the documentation."""
+    monkeypatch.chdir(tmp_path)
+    command = f"train --config {CONFIGS}/quickstart.yaml --device=cpu --train.max_steps=100"
+    assert main.main(command.split()) == 0
+    assert main.main("convert bptjax-to-hf runs/quickstart exports/quickstart".split()) == 0
+    extension.main(
+        [
+            *("--model=exports/quickstart", "--train=python-stdlib", "--device=cpu"),
+            *("--out=rows.jsonl", "--runs=runs", f"--config={CONFIGS}/extend_tiny.yaml"),
+            *(f"--held_out={Path(jax.__file__).parent}/_src/*.py", "--measures=perplexity"),
+            *("--variants", "before", "theta", "--train.max_steps=20"),
+        ]
+    )
+    rows = [json.loads(line) for line in Path("rows.jsonl").read_text().splitlines()]
+    assert {row["length_trained"] for row in rows} == {2048} and "/" not in str(rows[0])
+    (trained,) = (row for row in rows if row["measure"] == "train")
+    assert trained["tokens"] == 20 * 2 * 2048
+    assert trained["held_out"]["20"] < trained["held_out"]["0"]
+    perplexity = [row for row in rows if row["measure"] == "perplexity"]
+    before, after = (
+        [row["perplexity"] for row in perplexity if row["variant"] == name]
+        for name in ("before", "theta")
+    )
+    assert len(before) == len(after) == 8
+    # From the trained positions to the last ones.
+    assert before[-1] > 1.3 * before[0]
+    assert after[-1] < min(after[0], before[-1] / 1.3)
