@@ -121,9 +121,9 @@ class ContextTasks:
         except ValueError as error:
             raise ValueError(f"--tasks: {error}; use --no_chat") from error
         for task in self.names:
-            self._sampler(name, task, self.lengths[0], tokenizer)
+            self.sampler(name, task, self.lengths[0], tokenizer)
 
-    def _sampler(self, name: str, task: str, length: int, tokenizer: Tokenizer) -> Sampler:
+    def sampler(self, name: str, task: str, length: int, tokenizer: Tokenizer) -> Sampler:
         how: dict[str, Any] = dict(tokenizer=tokenizer, encode=self.encoders[name])
         how |= dict(seed=self.args.seed, filler=self.filler)
         return Sampler(task, TASKS[task], length, **how)
@@ -168,7 +168,7 @@ class ContextTasks:
         with Progress("tasks", total) as progress:
             for task, length in missing:
                 progress.describe(f"{task}, {length:,} tokens")
-                sampler = self._sampler(name, task, length, tokenizer)
+                sampler = self.sampler(name, task, length, tokenizer)
                 rows.append(self._row(name, model, tokenizer, sampler, progress))
                 write_atomically(self.file, json.dumps(rows, indent=1) + "\n")
         return [row for row in rows if row["model"] == name]
