@@ -140,6 +140,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=1e9, help="time after which none starts")
     parser.add_argument("--seed", type=int, default=0, help="seed of the cases")
     parser.add_argument("--save", type=Path, help="corpus to which faults are added")
+    parser.add_argument("--out", type=Path, help="file to which the row of counts is appended")
     parser.add_argument("--corpus", type=Path, help="corpus to run in place of new cases")
     args = parser.parse_args(argv)
     with open("/proc/self/statm") as file:
@@ -151,10 +152,13 @@ def main(argv: list[str] | None = None) -> int:
     else:
         counts, number = fuzz(args.kind, args.number, args.seed, args.seconds)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    print("| kind | seed | cases | accepted | refused | faults | slowest, s | peak memory, GiB |")
-    row = args.kind or "corpus", args.seed, number, counts.accepted, counts.refused
-    row = *row, len(counts.faults), f"{counts.slowest:.1f}", f"{peak:.2f}"
-    print("|", " | ".join(map(str, row)), "|")
+    row = dict(kind=args.kind or "corpus", seed=args.seed, cases=number)
+    row |= dict(accepted=counts.accepted, refused=counts.refused, faults=len(counts.faults))
+    row |= dict(slowest_s=round(counts.slowest, 1), peak_gib=round(peak, 2))
+    print(json.dumps(row))
+    if args.out:
+        with args.out.open("a") as stream:
+            stream.write(json.dumps(row) + "\n")
     kinds: dict[str, dict[str, str]] = {}
     for fault in counts.faults:
         kinds.setdefault(fault["error"][:60], fault)

@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from bptjax.data.text import open_documents
 from bptjax.data.tokenizer import FILE, ByteTokenizer, load_tokenizer
 from bptjax.data.unpaired import UNPAIRED, encode_unpaired, with_another
 from bptjax.evaluation.context import ContextTasks
+from bptjax.run.json_files import read_json
 from bptjax.run.lazy_imports import transformers
 from bptjax.weights.gguf.export import to_gguf
 from bptjax.weights.gguf.reading import from_gguf
@@ -226,7 +228,8 @@ def trained_tokenizers() -> list[Any]:
     around = TemplateProcessing("<s> $A </s>", "$A </s> $B:1", [("<s>", 0), ("</s>", 1)])
     metaspace, words = pre.Metaspace(), pre.WhitespaceSplit()
     replaced = normalizers.Replace(Regex(r"\s+"), " ")
-    parts = [
+    unigram = partial(trainers.UnigramTrainer, unk_token="<unk>")
+    parts: list[tuple[Any, Callable[..., Any], Any, Any]] = [
         (models.BPE(), trainers.BpeTrainer, pre.Sequence([split, pre.ByteLevel(False)]), None),
         (
             models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True),
@@ -234,7 +237,7 @@ def trained_tokenizers() -> list[Any]:
             pre.Sequence([pre.Digits(True), pre.Punctuation(), metaspace]),
             normalizers.Sequence([normalizers.NFKC(), normalizers.Prepend("▁")]),
         ),
-        (models.Unigram(), trainers.UnigramTrainer, metaspace, replaced),
+        (models.Unigram(), unigram, metaspace, replaced),
         (
             models.WordPiece(unk_token="<unk>"),
             trainers.WordPieceTrainer,
@@ -258,12 +261,11 @@ def trained_tokenizers() -> list[Any]:
     processors = [ByteLevel(False), around, around, BertProcessing(("</s>", 1), ("<s>", 0)), around]
     found = []
     for each, decoder, processor in zip(parts, decoded, processors, strict=True):
-        one = Tokenizer(each[0])
+        one, trainer = Tokenizer(each[0]), each[1](**options)
         one.pre_tokenizer, one.decoder, one.post_processor = each[2], decoder, processor
         if each[3] is not None:
             one.normalizer = each[3]
-        more = {"unk_token": "<unk>"} if each[1] is trainers.UnigramTrainer else {}
-        one.train_from_iterator(["hello world, it's 1234 x é"] * 9, each[1](**options, **more))
+        one.train_from_iterator(["hello world, it's 1234 x é"] * 9, trainer)
         found.append(one)
     return found
 
@@ -407,7 +409,7 @@ def tasks(directory: Path) -> Kind:
 
     def check():
         argv = ["--model=m", f"--out={directory / 'out'}"]
-        for name, value in json.loads((directory / "flags.json").read_bytes()).items():
+        for name, value in read_json(directory / "flags.json").items():
             values = [str(x) for x in value] if isinstance(value, list) else [str(value)]
             if name == "haystack":
                 values = [str(directory / x) for x in values]

@@ -145,7 +145,7 @@ class ContextTasks:
                 for row, settings in zip(rows, wanted, strict=True)
                 for key, value in settings.items()
             ]
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             text = f"{self.file}: must hold the rows of --tasks; choose another --out"
             raise ValueError(text) from error
         for key, earlier, value in pairs:
