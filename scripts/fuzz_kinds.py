@@ -384,7 +384,7 @@ def preferences(directory: Path) -> Kind:
                 encode_preference(document, one, config, shared=shared)
             paths = [str(directory / "unpaired.jsonl"), str(fixed)]
             documents = open_documents(paths, format=UNPAIRED)
-            encode_unpaired(with_another(0, documents, 0), one, config, shared=shared)
+            encode_unpaired(with_another(0, [*documents], 0), one, config, shared=shared)
         for document in open_documents(directory / "branches.jsonl", format=BRANCHED):
             encode_branches(document, one, config)
 

@@ -152,8 +152,13 @@ class Copies:
                 if target.exists() and not damage(target):
                     continue
                 if lacking:
-                    text = "%s: step %d is not copied to it, because the part of process %d is lost"
-                    log.warning(text, self._directory, step, lacking[0])
+                    log.warning(
+                        "%s: step %d is not copied to it, because the part of process %d is lost "
+                        "or damaged",
+                        self._directory,
+                        step,
+                        lacking[0],
+                    )
                     continue
                 if target.exists():
                     set_aside(target)
@@ -329,11 +334,9 @@ def _copy_part(source: Path, target: Path, processes: Processes) -> None:
     parts = hidden / PARTS
     parts.mkdir(parents=True, exist_ok=True)
     # The other files describe the whole checkpoint, and are the same in all processes.
-    paths = [
-        path
-        for path in sorted(source.rglob("*"))
-        if path.name not in (BEST, MANIFEST) and (first or "process_" in str(path))
-    ]
+    names = (path.relative_to(source) for path in sorted(source.rglob("*")))
+    own = (name for name in names if first or "process_" in str(name))
+    paths = [source / name for name in own if name.name not in (BEST, MANIFEST)]
     _copy_files(source, hidden, paths)
     write_atomically(parts / str(processes.index), (source / MANIFEST).read_text())
     if not first:
