@@ -199,6 +199,15 @@ class Config:
             raise ValueError(
                 f"run_dir={self.run_dir}: must not name an unknown user; give the full path"
             )
+        for key, path in (
+            ("run_dir", self.run_dir),
+            ("checkpoint.local_dir", self.checkpoint.local_dir),
+        ):
+            if path and "://" in path:
+                raise ValueError(
+                    f"{key}={path}: must be a directory, not an object store; copy finished "
+                    "checkpoints to the object store by its own tools"
+                )
         train = self.train
         sequences = train.per_device_train_batch_size * train.gradient_accumulation_steps
         # Positions are int32, and every process holds its batch in memory.

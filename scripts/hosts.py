@@ -42,6 +42,7 @@ class Cluster:
       names: namespace of each host.
       shared: directory that all hosts see.
       own: directory of each host.
+      disk: path of a disk that each host has for itself.
     """
 
     def __init__(self, count: int, work: Path, *, family: int = 4, loopback: bool = False):
@@ -59,7 +60,8 @@ class Cluster:
         self.names = [f"{self._prefix}-{i}" for i in range(count)]
         self._switch = f"{self._prefix}-switch"
         self.shared, self.own = work / "shared", [work / f"host{i}" for i in range(count)]
-        for directory in (self.shared, *self.own):
+        self.disk = work / "disk"
+        for directory in (self.shared, self.disk, *(own / "disk" for own in self.own)):
             directory.mkdir(parents=True)
         self._processes: list[subprocess.Popen[str]] = []
         try:
@@ -102,7 +104,10 @@ class Cluster:
         self, host: int, command: Sequence[str], environment: Mapping[str, str]
     ) -> subprocess.Popen[str]:
         """Starts a command on a host, with pipes of its stdout and stderr."""
-        named = ["unshare", "--uts", "sh", "-c", 'hostname "$0"; exec "$@"', f"host{host}"]
+        # `ip netns exec` has given the command mounts of its own.
+        script = 'hostname "$0"; mount --bind "$1" "$2"; shift 2; exec "$@"'
+        named = ["unshare", "--uts", "sh", "-c", script, f"host{host}"]
+        named += [str(self.own[host] / "disk"), str(self.disk)]
         process = subprocess.Popen(
             ["ip", "netns", "exec", self.names[host], *named, *command],
             env={**environment, "TMPDIR": str(self.own[host])},
@@ -212,6 +217,7 @@ class Case:
       start: a key of `STARTS`.
       family: 4 or 6, the version of IP.
       loopback: as in `Cluster`.
+      local: checkpoints are written to each host's own disk first.
     """
 
     mesh: Mapping[str, int]
@@ -220,6 +226,7 @@ class Case:
     per_host: int = 2
     family: int = 4
     loopback: bool = False
+    local: bool = False
 
     @property
     def count(self) -> int:
@@ -234,6 +241,7 @@ CASES = [
     Case({"sp": 4}, "JAX's variables", family=6, loopback=True),
     Case({"ep": 4}, "Kubernetes's variables", hosts=4, per_host=1),
     Case({"fsdp": 3, "tp": 2}, "torchrun's variables", hosts=3, loopback=True),
+    Case({"fsdp": 4}, "torchrun's variables", local=True),
 ]
 
 
@@ -323,7 +331,8 @@ def compare(case: Case, work: Path) -> dict[str, Any]:
     start = time.monotonic()
     with Cluster(case.hosts, work, family=case.family, loopback=case.loopback) as cluster:
         run = cluster.shared / "run"
-        ends = finish(start_all(cluster, case, work, run))
+        more = [f"--checkpoint.local_dir={cluster.disk}"] if case.local else []
+        ends = finish(start_all(cluster, case, work, run, *more))
     got = losses(run)
     row: dict[str, Any] = dict(
         hosts=case.hosts,
@@ -332,6 +341,7 @@ def compare(case: Case, work: Path) -> dict[str, Any]:
         start=case.start,
         ip=case.family,
         loopback=case.loopback,
+        local=case.local,
         seconds=round(time.monotonic() - start, 1),
         jax=jax.__version__,
     )

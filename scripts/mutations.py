@@ -16,11 +16,15 @@ ODD = [
 ]
 
 
-def changed(content: bytes, rng: random.Random, file: str, binary: bool) -> bytes:
-    """Returns the content with up to three changes: of values and keys of a tree, or of bytes."""
+def changed(content: bytes, rng: random.Random, file: str, head: int | None) -> bytes:
+    """Returns the content with up to three changes: of values and keys of a tree, or of bytes.
+
+    Args:
+      head: None for text; else the number of first bytes in which most changes are.
+    """
     for _ in range(rng.choice([1, 1, 2, 3])):
         tree = None
-        if not binary and not file.endswith(".jinja") and rng.random() < 0.8:
+        if head is None and not file.endswith(".jinja") and rng.random() < 0.8:
             with contextlib.suppress(ValueError, yaml.YAMLError, RecursionError):
                 load = yaml.safe_load if file.endswith(".yaml") else json.loads
                 tree = load(content.decode())
@@ -29,7 +33,7 @@ def changed(content: bytes, rng: random.Random, file: str, binary: bool) -> byte
             # YAML has no lone surrogates.
             content = json.dumps(tree, default=str).encode()
         else:
-            content = change_bytes(content, rng, binary)
+            content = change_bytes(content, rng, head)
     return content
 
 
@@ -77,10 +81,9 @@ def walk(tree: Any) -> Iterator[tuple[Any, Any]]:
                 stack.append(value)
 
 
-def change_bytes(content: bytes, rng: random.Random, binary: bool) -> bytes:
+def change_bytes(content: bytes, rng: random.Random, head: int | None) -> bytes:
     found = bytearray(content)
-    # The header of a safetensors file is at its start.
-    most = min(len(found), 300) if binary and rng.random() < 0.8 else len(found)
+    most = min(len(found), head) if head is not None and rng.random() < 0.8 else len(found)
     start = rng.randrange(most or 1)
     stop = min(start + rng.choice([1, 2, 8, 100]), len(found))
     match rng.randrange(6):

@@ -67,13 +67,13 @@ def write_texts(directory: Path, rng: random.Random) -> None:
 
 def write_base(directory: Path) -> None:
     """Writes a base model with random weights, and its tokenizer."""
-    import fuzz
+    import fuzz_kinds
 
     made = directory.with_name("made")
     made.mkdir()
-    fuzz.tokenizer(made)
+    fuzz_kinds.tokenizer(made)
     (made / "hf").rename(directory)
-    fuzz.model(directory, vocab_size=300)
+    fuzz_kinds.model(directory, vocab_size=300)
     shutil.rmtree(made)
 
 

@@ -7,7 +7,7 @@ import fuzz
 import pytest
 
 CORPUS = Path(__file__).parent / "fuzz_corpus.json"
-NUMBERS = {"configs": 10, "template": 40}
+NUMBERS = {"configs": 10, "template": 40, "images": 20, "gguf": 30, "tokenizer_json": 30}
 
 
 @pytest.mark.parametrize("kind", fuzz.KINDS)

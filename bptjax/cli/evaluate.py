@@ -31,7 +31,7 @@ def run(args: Namespace) -> int:
     Raises:
       ValueError, OSError: one line about the wrong flag, data or checkpoint.
     """
-    _check(args)
+    check_flags(args)
     chosen = {name: kind(args) for name, kind in EVALUATIONS.items() if kind.asked(args)}
     opened = {name: open_decoder(name, args.tokenizer, warn) for name in args.model}
     longest = max(each.longest or 1 for each in chosen.values())
@@ -66,7 +66,12 @@ def run(args: Namespace) -> int:
     return 0
 
 
-def _check(args: Namespace) -> None:
+def check_flags(args: Namespace) -> None:
+    """Checks the flags that need neither data nor a model.
+
+    Raises:
+      ValueError: a flag is missing, or out of range.
+    """
     for name in args.model:
         if args.model.count(name) > 1:
             raise ValueError(f"--model={name}: must be given once")

@@ -31,6 +31,8 @@ PROCESSORS = (
     "ViTImageProcessorPil",
     "ViTFeatureExtractor",
 )
+# Settings of a processor in pixels, and their largest value as a multiple of the model's size.
+SIZES, LARGEST = ("size", "crop_size", "pad_size"), 8
 # Pillow's modes with more than 8 bits per channel, which it would clip.
 WIDE_MODES = "I", "F"
 
@@ -209,6 +211,7 @@ class ImageProcessor:
                 if "transparency" in upright.info:
                     upright = upright.convert("RGBA")
                 upright = upright.convert("L" if self.size[0] == 1 else "RGB")
+                self._check_resized(upright.size)
         except Exception as error:
             # Pillow's decoders raise errors of any class for damaged files.
             text = " ".join(str(error).split()) or type(error).__name__
@@ -223,6 +226,19 @@ class ImageProcessor:
     def _pixels(self, image: Any) -> np.ndarray:
         return self._processor(image, return_tensors="np")["pixel_values"][0].astype(np.float32)
 
+    def _check_resized(self, sides: tuple[int, int]) -> None:
+        """Checks that an image does not become larger than Pillow reads images.
+
+        Raises:
+          ValueError: the processor keeps the sides' ratio, and one is much longer.
+        """
+        from PIL import Image as pillow
+
+        most = pillow.MAX_IMAGE_PIXELS
+        shortest = getattr(self._processor.size, "shortest_edge", None) or 0
+        if most is not None and shortest**2 * max(sides) / min(sides) > most:
+            raise ValueError(f"{sides[0]} × {sides[1]} pixels: one side is too long; crop it")
+
     @cached_property
     def _processor(self) -> Any:
         from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
@@ -233,6 +249,11 @@ class ImageProcessor:
             raise ValueError(
                 f"image_processor_type={name!r}: must be one of {', '.join(PROCESSORS)}"
             )
+        most = LARGEST * max(self.size[1:])
+        for key in SIZES:
+            sides = raw[key].values() if isinstance(raw.get(key), dict) else [raw.get(key)]
+            if any(isinstance(side, int | float) and side > most for side in sides):
+                raise ValueError(f"{key}={raw[key]}: must have at most {most} pixels per side")
         return ViTImageProcessorPil.from_dict(raw)
 
 

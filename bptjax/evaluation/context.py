@@ -134,9 +134,9 @@ class ContextTasks:
         except ValueError as error:
             raise ValueError(f"--tasks: {error}; use --no_chat") from error
         for task in self.names:
-            self._sampler(name, task, self.lengths[0], tokenizer)
+            self.sampler(name, task, self.lengths[0], tokenizer)
 
-    def _sampler(self, name: str, task: str, length: int, tokenizer: Tokenizer) -> Sampler:
+    def sampler(self, name: str, task: str, length: int, tokenizer: Tokenizer) -> Sampler:
         how: dict[str, Any] = dict(tokenizer=tokenizer, encode=self.encoders[name])
         how |= dict(seed=self.args.seed)
         how["filler"] = self.questions if TASKS[task].files else self.filler
@@ -159,7 +159,7 @@ class ContextTasks:
                 for row, settings in zip(rows, wanted, strict=True)
                 for key, value in settings.items()
             ]
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             text = f"{self.file}: must hold the rows of --tasks; choose another --out"
             raise ValueError(text) from error
         for key, earlier, value in pairs:
@@ -182,7 +182,7 @@ class ContextTasks:
         with Progress("tasks", total) as progress:
             for task, length in missing:
                 progress.describe(f"{task}, {length:,} tokens")
-                sampler = self._sampler(name, task, length, tokenizer)
+                sampler = self.sampler(name, task, length, tokenizer)
                 rows.append(self._row(name, model, tokenizer, sampler, progress))
                 write_atomically(self.file, json.dumps(rows, indent=1) + "\n")
         return [row for row in rows if row["model"] == name]

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
+from etils import epath
 from jax.experimental import multihost_utils
 
 from bptjax.run.checkpoint_files import (
@@ -30,7 +31,7 @@ from bptjax.run.checkpoint_files import (
     write_manifest,
 )
 from bptjax.run.json_files import read_json
-from bptjax.run.local_checkpoints import OWNER, Copies
+from bptjax.run.local_checkpoints import OWNER, Copies, Processes
 from bptjax.run.output import explain_full_disk, write_atomically
 
 log = logging.getLogger("bptjax")
@@ -58,7 +59,7 @@ class CheckpointConfig:
       best_metric: metric of evaluations that keep_best and train.early_stopping_patience follow:
         lowest for eval/loss and eval/loss/SOURCE, else highest, such as eval/tasks.
       local_dir: directory on a fast local disk. Checkpoints are written to it and then copied to
-        the run directory while the run goes on. Only for processes on one host.
+        the run directory while the run goes on. Hosts need not share it.
     """
 
     save_steps: int = 500
@@ -148,7 +149,7 @@ class Checkpoints:
     checkpoints newer than the restored step (damaged or superseded) to `<step>.aside<n>`.
 
     With a local directory, checkpoints are finished there first and then copied. `restore` makes
-    the copies that a killed process has not made.
+    the copies that a killed process has not made. Several processes have a local directory each.
     """
 
     def __init__(
@@ -159,20 +160,30 @@ class Checkpoints:
         keep_every: int | None = None,
         local: Path | None = None,
         failed: Callable[[Exception], None] | None = None,
+        gather: Callable[[Any], list[Any]] | None = None,
     ):
         """Names the directories.
 
         Args:
-          local: directory to which checkpoints are written first.
+          local: directory to which checkpoints, or the parts of this process, are written first.
           failed: called at once, in a thread, with the error of this process's part of a save.
             Orbax would raise the error only after a barrier at which the other processes do not
             arrive.
+          gather: returns the values of all processes; for several processes with `local`.
         """
         self.directory = Path(run_dir).absolute() / "checkpoints"
         self._written_to = local or self.directory
         self._copies: Copies | None = None
-        if local and jax.process_index() == 0:
-            self._copies = Copies(local, self.directory, save_total_limit, keep_every)
+        self._alone: ocp.options.MultiprocessingOptions | None = None
+        if local:
+            here, processes = jax.process_index(), None
+            if gather and failed:
+                # A process saves without the others: all of its arrays are parts.
+                self._alone = ocp.options.MultiprocessingOptions(
+                    primary_host=None, active_processes={here}, barrier_sync_key_prefix=f"{here}"
+                )
+                processes = Processes(here, jax.process_count(), gather, _merge, failed)
+            self._copies = Copies(local, self.directory, save_total_limit, keep_every, processes)
         self._limit, self._every = save_total_limit, keep_every
         self._has_run = self.directory.parent.is_dir()
         self._manager: ocp.CheckpointManager | None = None
@@ -382,16 +393,27 @@ class Checkpoints:
             for step in steps_in(self.directory):
                 if step > restored:
                     set_aside(self.directory / str(step))
-            if self._copies:
-                self._copies.claim()
-            else:  # Checkpoints in a local directory of an earlier start are superseded.
+            if not self._copies:
+                # Checkpoints in a local directory of an earlier start are superseded.
                 (self.directory / OWNER).unlink(missing_ok=True)
+        if self._copies:
+            self._copies.claim()
         policies = ocp.checkpoint_managers
         limit = self._limit if self._written_to == self.directory else None
         policy_list: list[Any] = [policies.LatestN(limit), self._best]
         if self._every is not None:
             policy_list.append(policies.EveryNSteps(self._every))
+        handlers: dict[str, Any] | None = None
+        more: dict[str, Any] = {}
+        if self._alone:
+            state = ocp.StandardCheckpointHandler(multiprocessing_options=self._alone)
+            # Merges and checks the arrays, which are complete in the run directory only.
+            state.finalize = lambda directory: None
+            meta = ocp.JsonCheckpointHandler(multiprocessing_options=self._alone)
+            handlers = {"state": state, "meta": meta}
+            more = {"multiprocessing_options": self._alone, "create": False}
         options = ocp.CheckpointManagerOptions(
+            **more,
             preservation_policy=policies.AnyPreservationPolicy(policy_list),
             # Asynchronous creation keeps a process alive for five minutes after a failed save.
             async_options=ocp.AsyncOptions(
@@ -401,7 +423,7 @@ class Checkpoints:
             ),
         )
         # The constructor is a barrier: no process lists steps before process 0 has cleaned up.
-        return ocp.CheckpointManager(self._written_to, options=options)
+        return ocp.CheckpointManager(self._written_to, options=options, item_handlers=handlers)
 
     def _write_manifest(self) -> None:
         """Writes the manifest. Orbax calls this in a thread of process 0 when every file is written
@@ -411,6 +433,15 @@ class Checkpoints:
         if self._record:
             best = path if self._copies else self.directory.parent
             write_atomically(best / BEST, json.dumps(self._record) + "\n")
+
+
+def _merge(directory: Path) -> None:
+    """Completes the arrays that several processes wrote to a directory."""
+    alone = ocp.options.MultiprocessingOptions(
+        primary_host=0, active_processes={0}, barrier_sync_key_prefix="merge"
+    )
+    handler = ocp.StandardCheckpointHandler(multiprocessing_options=alone)
+    handler.finalize(epath.Path(directory))
 
 
 def _is_critical(record: logging.LogRecord) -> bool:

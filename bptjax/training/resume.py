@@ -16,7 +16,7 @@ from bptjax.parallel.distributed import (
 )
 from bptjax.run.checkpoint import Best, Checkpoints
 from bptjax.run.heartbeat import beat
-from bptjax.run.local_checkpoints import directory_id, local_directory, make_local_directory
+from bptjax.run.local_checkpoints import local_directory, make_local_directory
 from bptjax.run.metrics import NullLogger, RunProgress
 from bptjax.run.output import describe, plural
 from bptjax.run.versions import describe_changes
@@ -56,28 +56,24 @@ def open_checkpoints(run: TrainingRun) -> Iterator[Checkpoints]:
       ValueError: another process uses the run directory, or checkpoint.local_dir cannot be used.
     """
     config, first, local = run.config.checkpoint, jax.process_index() == 0, None
+    several = jax.process_count() > 1
     with ExitStack() as stack:
         with raise_together():
             if first:
                 stack.enter_context(exclusive(run.directory))
         if config.local_dir is not None:
-            local = local_directory(config.local_dir, run.directory)
+            where = config.local_dir, run.directory, jax.process_index() if several else None
+            local = local_directory(*where)
             with raise_together():
-                if first:
-                    make_local_directory(config.local_dir, run.directory)
-                    stack.enter_context(exclusive(local))
-            with raise_together():
-                if (here := directory_id(local)) != all_gather_json(here)[0]:
-                    raise ValueError(
-                        f"checkpoint.local_dir={config.local_dir}: must be the same directory in "
-                        "all processes, which must be on one host; leave it out for several hosts"
-                    )
+                make_local_directory(*where)
+                stack.enter_context(exclusive(local))
         checkpoints = Checkpoints(
             run.directory,
             save_total_limit=config.save_total_limit,
             keep_every=config.keep_every,
             local=local,
-            failed=_exit if jax.process_count() > 1 else None,
+            failed=_exit if several else None,
+            gather=all_gather_json if several else None,
         )
         stack.callback(checkpoints.close)
         yield checkpoints

@@ -214,6 +214,8 @@ def test_an_unknown_flag_names_the_nearest(name, flag, wanted, capsys):
         ("convert", ["--dtype=float32", "--dtype=float16"], "--dtype is given twice"),
         ("train", ["stray"], "unexpected argument stray"),
         ("train", ["--run_dir=~nosuch/x"], "run_dir=~nosuch/x: must not name an unknown user"),
+        ("train", ["--run_dir=s3://x/run"], "run_dir=s3://x/run: must be a directory, not an"),
+        ("train", ["--checkpoint.local_dir=gs://x"], "local_dir=gs://x: must be a directory"),
         ("train", ["--config=~nosuch/x.yaml"], "~nosuch/x.yaml"),
         ("train", ["--data.path=~nosuch/x"], "'~nosuch/x': no such file"),
         ("train", ["--model.hidden_size=8388608"], "must have at most 1e+13 parameters, not"),

@@ -6,6 +6,7 @@ import json
 import os
 import random
 import re
+import shutil
 import signal
 import socket
 import struct
@@ -24,6 +25,7 @@ from training.runs import TRAIN
 
 from bptjax.cli.train import main
 from bptjax.run.checkpoint import Checkpoints
+from bptjax.run.checkpoint_files import damage
 from bptjax.run.metrics import read_metrics
 
 TINY = """
@@ -242,8 +244,8 @@ def kill(pair, victim, run_dir):
 
 
 def test_a_signal_to_one_stops_all_at_one_step(arguments, whole, tmp_path, start):
-    """After a step that is profiled, which changes no loss. Checkpoints come from a directory that
-    the processes share."""
+    """After a step that is profiled, which changes no loss. Checkpoints come from local
+    directories."""
     run_dir = tmp_path / "run"
     local = f"--checkpoint.local_dir={tmp_path / 'fast'}"
     pair = start(*TRAIN, *arguments, "--run_dir", str(run_dir), "--profile", local)
@@ -433,6 +435,78 @@ distributed.shutdown()
     codes, said, errors = ends(start("-c", JOINED + code, str(tmp_path)))
     assert codes == [0, 0] and not any(errors)
     assert said[0].endswith("[0 1 2 3 4 5 6 7]\n")
+
+
+LOCAL = """
+import sys
+from pathlib import Path
+import jax
+import numpy as np
+from jax.sharding import PartitionSpec
+from bptjax.parallel.distributed import all_gather_json, exit_with
+from bptjax.parallel.mesh import make_mesh, select_devices
+from bptjax.run.checkpoint import Checkpoints
+from bptjax.run.local_checkpoints import local_directory, make_local_directory
+
+mesh = make_mesh(ParallelConfig(), select_devices("cpu"))
+shards = jax.sharding.NamedSharding(mesh, PartitionSpec("fsdp"))
+copied = jax.sharding.NamedSharding(mesh, PartitionSpec())
+rank, place, steps, kept = jax.process_index(), Path(sys.argv[1]), sys.argv[2], sys.argv[3]
+where = str(place / f"fast{rank}"), place / "run", rank
+make_local_directory(*where)
+checkpoints = Checkpoints(
+    place / "run", save_total_limit=2, local=local_directory(*where), failed=exit_with,
+    gather=all_gather_json,
+)
+
+def state(step):
+    arrays = {"x": (np.arange(8.0) * step, shards), "y": (np.full(3, step), copied)}
+    return {
+        name: jax.make_array_from_callback(x.shape, place, x.__getitem__)
+        for name, (x, place) in arrays.items()
+    }
+
+start = checkpoints.restore(state(0))
+print("restored", start and start[0])
+if start:
+    wanted = state(start[0])
+    for name, array in start[1].items():
+        for found, other in zip(array.addressable_shards, wanted[name].addressable_shards):
+            np.testing.assert_array_equal(found.data, other.data)
+for step in map(int, steps.split()):
+    if str(step) == kept:  # A killed process does not copy it.
+        checkpoints.wait()
+        checkpoints._copies._copy_next = lambda: None
+    checkpoints.save(step, state(step), {"cursor": step})
+checkpoints.close()
+distributed.shutdown()
+"""
+
+
+@pytest.mark.thorough
+def test_parts_in_a_local_directory_of_each_process(start, tmp_path):
+    """Each directory is of one process alone. One process reads the checkpoint."""
+    (tmp_path / "run").mkdir()
+    final = tmp_path / "run" / "checkpoints"
+
+    def run(steps, kept=""):
+        codes, said, errors = ends(start("-c", JOINED + LOCAL, str(tmp_path), steps, kept))
+        assert codes == [0, 0] and not any(errors)
+        found = {text.split("restored ")[1].split()[0] for text in said}
+        return found, sorted(p.name for p in final.iterdir() if p.name.isdecimal())
+
+    fast = [tmp_path / f"fast{rank}" for rank in range(2)]
+    assert run("1 2 3") == ({"None"}, ["2", "3"])
+    assert not [x for path in fast for x in path.iterdir()]
+    assert Checkpoints(tmp_path / "run").read(3, "x").tolist() == [3.0 * i for i in range(8)]
+    assert run("4", kept="4") == ({"3"}, ["2", "3"])
+    assert run("5") == ({"4"}, ["4", "5"])
+    assert run("6", kept="6") == ({"5"}, ["4", "5"])
+    shutil.rmtree(fast[1])  # A host is lost; another takes its place.
+    assert run("7") == ({"5"}, ["5", "7"])
+    assert not [x for path in fast for x in path.iterdir()]
+    assert not damage(final / "7")
+    assert Checkpoints(tmp_path / "run").read(7, "y").tolist() == [7, 7, 7]
 
 
 @pytest.mark.thorough

@@ -6,7 +6,6 @@ import shutil
 import subprocess
 import sys
 import threading
-from types import SimpleNamespace
 
 import jax.numpy as jnp
 import numpy as np
@@ -18,7 +17,6 @@ from bptjax.run.checkpoint import Best, CheckpointConfig, Checkpoints, DamagedCh
 from bptjax.run.checkpoint_files import HALF_WRITTEN, damage
 from bptjax.run.local_checkpoints import OWNER, local_directory, make_local_directory
 from bptjax.run.output import DiskFull
-from bptjax.training import resume
 
 
 def state(step):
@@ -259,17 +257,6 @@ def test_bad_local_directories_are_refused(tmp_path):
         CheckpointConfig(local_dir="~nosuchuser/x")
 
 
-def test_a_directory_that_processes_do_not_share_is_refused(tmp_path, monkeypatch):
-    """A process on another host sees another directory of the same path."""
-    monkeypatch.setattr(resume, "all_gather_json", lambda here: [[here[0] + 1, here[1]]])
-    (tmp_path / "run").mkdir()
-    config = CheckpointConfig(local_dir=str(tmp_path / "fast"))
-    run = SimpleNamespace(directory=tmp_path / "run", config=SimpleNamespace(checkpoint=config))
-    with pytest.raises(ValueError, match="fast: must be the same directory in all processes, wh"):
-        with resume.open_checkpoints(run):
-            pass
-
-
 KILLS = """
 import os, signal, sys
 from pathlib import Path
@@ -345,3 +332,131 @@ def test_kill_at_every_file_operation(tmp_path):
     command = [sys.executable, "-c", KILLS, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0 and int(done.stdout) > 50, done.stderr
+
+
+PAIR_KILLS = """
+import json, os, signal, sys, time
+from pathlib import Path
+from bptjax.run.checkpoint_files import (
+    HALF_WRITTEN, clear_half_written, damage, steps_in, write_manifest
+)
+from bptjax.run.local_checkpoints import Copies, Processes, local_directory, make_local_directory
+
+FILES = "open", "os.rename", "os.mkdir", "os.remove", "os.rmdir"
+
+def write(local, step, rank):
+    hidden = local / f"{step}{HALF_WRITTEN}"
+    part = hidden / "state" / f"ocdbt.process_{rank}"
+    part.mkdir(parents=True)
+    (part / "a").write_text("a" * step)
+    (hidden / "state" / "shapes").mkdir()
+    (hidden / "state" / "shapes" / f"process_{rank}").write_text("of a part")
+    (hidden / "state" / "names").write_text("the same")
+    write_manifest(hidden)
+    hidden.rename(local / str(step))
+
+def merge(state):
+    found = sorted(path.name for path in state.iterdir())
+    assert found == ["names", "ocdbt.process_0", "ocdbt.process_1", "shapes"]
+    assert len([*(state / "shapes").iterdir()]) == 2
+    (state / "merged").write_text("merged")
+
+def train(place, rank, talk, *steps):
+    run, fast, rounds = place / "run", str(place / f"fast{rank}"), iter(range(99))
+
+    def gather(value):
+        number, found = next(rounds), []
+        fresh = talk / f"{number}.{rank}.new"
+        fresh.write_text(json.dumps(value))
+        fresh.rename(talk / f"{number}.{rank}")
+        for other in range(2):
+            while not (file := talk / f"{number}.{other}").exists():
+                time.sleep(0.001)
+            found.append(json.loads(file.read_text()))
+        return found
+
+    final = run / "checkpoints"
+    make_local_directory(fast, run, rank)
+    local = local_directory(fast, run, rank)
+    copies = Copies(local, final, 1, 2, Processes(rank, 2, gather, merge, print))
+    copies.recover()
+    if rank == 0:
+        for step in steps_in(final, HALF_WRITTEN):  # As Checkpoints does.
+            clear_half_written(final / str(step))
+    if steps:
+        copies.claim()
+    for step in steps:
+        copies.follow(lambda: write(local, step, rank), step, False)
+        copies.wait()
+    copies.close()
+
+def pair(place, name, victim, operation, *steps):
+    "Runs two processes, of which one may be killed; then the other is. Returns how they ended."
+    talk, children = place / f"talk{name}", []
+    talk.mkdir(parents=True)
+    for rank in range(2):
+        child = os.fork()
+        if not child:
+            left, prefix = operation, (str(place / "run"), str(place / "fast"))
+            def hook(event, arguments):
+                nonlocal left
+                if event in FILES and any(str(x).startswith(prefix) for x in arguments[:2]):
+                    left -= 1
+                    if left == 0:
+                        os.kill(os.getpid(), signal.SIGKILL)
+            if rank == victim:
+                sys.addaudithook(hook)
+            try:
+                train(place, rank, talk, *steps)
+            except BaseException as error:
+                print(type(error), error, file=sys.stderr)
+                os._exit(1)
+            os._exit(0)
+        children.append(child)
+    ends = {}
+    while children:
+        child, status = os.wait()
+        children.remove(child)
+        ends[child] = status
+        if status and children:
+            os.kill(children[0], signal.SIGKILL)
+    return list(ends.values())
+
+def one(place, victim, operation, lose):
+    run = place / "run"
+    final = run / "checkpoints"
+    run.mkdir(parents=True)
+    killed = pair(place, "a", victim, operation, 1, 2, 3)
+    assert set(killed) <= {0, signal.SIGKILL}, killed
+    locals = [local_directory(str(place / f"fast{rank}"), run, rank) for rank in range(2)]
+    if lose and locals[1].exists():
+        import shutil
+        shutil.rmtree(locals[1])
+    found = [{*steps_in(local)} for local in locals]
+    complete = {*steps_in(final)} | (found[0] & found[1])
+    assert pair(place, "b", 0, 10**9) == [0, 0]
+    now = steps_in(final)
+    assert max(now, default=0) == max(complete, default=0), (victim, operation, now, complete)
+    assert not any(damage(final / str(n)) for n in now)
+    assert pair(place, "c", 0, 10**9, 5) == [0, 0]
+    assert max(steps_in(final)) == 5 and not steps_in(final, HALF_WRITTEN)
+    left = [x for rank in range(2) for x in (place / f"fast{rank}").iterdir()]
+    assert not left, (victim, operation, left)
+    return not any(killed)
+
+victim, step = int(sys.argv[2]), int(sys.argv[3])
+number = 1
+while not one(Path(sys.argv[1], str(number)), victim, number, number % 2):
+    number += step
+print(number)
+"""
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("victim", [0, 1])
+def test_kill_of_one_of_two_processes_at_every_file_operation(tmp_path, victim):
+    """The other process is killed too, as when a peer is lost. At each second operation, the
+    second process also loses its local directory."""
+    command = [sys.executable, "-c", PAIR_KILLS, str(tmp_path), str(victim), "1"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0 and int(done.stdout.split()[-1]) > 50, done.stderr

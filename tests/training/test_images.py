@@ -3,6 +3,7 @@
 import json
 import shutil
 import signal
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -184,6 +185,25 @@ def test_a_plan_does_not_read_the_images(folder):
     config = Config(model=ModelConfig(name_or_path=str(folder / "base")))
     spec = open_spec(replace(config, data=DataConfig("absent")), jax.devices()[:1])
     assert spec.objective == Classes() and spec.config.train.seq_len == 17
+
+
+def test_sizes_of_a_processor_and_long_images_are_bounded(folder, tmp_path):
+    """A resized image would have gigabytes."""
+    (tmp_path / "base").mkdir()
+    file = tmp_path / "base" / "preprocessor_config.json"
+    for key in ("size", "crop_size", "pad_size"):
+        file.write_text(json.dumps(SETTINGS | {key: dict(height=10**6, width=16)}))
+        with pytest.raises(ValueError, match=f"{key}=.*must have at most 128 pixels per side"):
+            processor(tmp_path).check()
+    settings = dict(size=dict(shortest_edge=18), do_center_crop=True, crop_size=SETTINGS["size"])
+    file.write_text(json.dumps(SETTINGS | settings))
+    found = processor(tmp_path)
+    found.check()
+    for sides, refused in (((1000, 20), False), ((1_000_000, 1), True)):
+        pillow.new("1", sides).save(tmp_path / "x.png")
+        image = Image(tmp_path / "x.png", NAMES[0])
+        with pytest.raises(ValueError, match="one side is too long") if refused else nullcontext():
+            found(image)
 
 
 def test_a_model_of_gray_images(folder, tmp_path):

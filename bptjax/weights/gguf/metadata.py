@@ -78,6 +78,8 @@ def read_metadata(keys: Keys, kind: str) -> dict[str, Any]:
     heads = keys.integer("attention.head_count")
     size = keys.integer("embedding_length") // max(heads, 1)
     size = keys.integer("attention.key_length", size)
+    if size < 1:
+        raise ValueError(f"{keys.arch}.attention.key_length={size}: must be at least 1")
     values = {hf: keys.get(g) for g, hf in (SHARED | row.keys).items()}
     values |= {
         "head_dim": size,

@@ -27,6 +27,8 @@ ENDS = "eot", "eom"
 SPACE = "\u2581"
 # Score of tokens that no merge makes, in SentencePiece's order.
 UNMERGED = -1e9
+# Most characters of a token of SentencePiece: the time to find its merges is quadratic.
+LONGEST = 1024
 
 
 class Type(IntEnum):
@@ -264,7 +266,11 @@ def _sentencepiece(
     pairs = []
     for i in np.argsort(-scores, kind="stable"):
         text = texts[i]
-        parts = [(text[:k], text[k:]) for k in range(1, len(text))]
+        if len(text) > LONGEST:
+            raise ValueError(
+                f"{PREFIX}tokens: must have at most {LONGEST:,} characters each, not {len(text):,}"
+            )
+        parts = ((text[:k], text[k:]) for k in range(1, len(text)))
         known = [(a, b) for a, b in parts if a in vocab and b in vocab]
         pairs += sorted(known, key=lambda pair: (vocab[pair[0]], vocab[pair[1]]))
     space = get.get("add_space_prefix", True)

@@ -11,7 +11,7 @@ from chats import CHATML, raw_tokenizer
 from bptjax.cli import convert
 from bptjax.data.tokenizer import load_tokenizer
 from bptjax.weights.gguf.pretokenizers import SPLITS, pre_tokenizer, splits
-from bptjax.weights.gguf.tokenizer import _scores
+from bptjax.weights.gguf.tokenizer import _scores, read_tokenizer
 from bptjax.weights.hf import mxfp4
 from bptjax.weights.hf.tensors import Tensors
 from weights.hf.cases import config
@@ -165,6 +165,18 @@ def test_hostile_metadata_is_refused_in_one_line(tmp_path, capsys, key):
     path = tmp_path / "x.gguf"
     path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 2**60, 1) + key + bytes(64))
     assert "is damaged" in refused(["from-gguf", str(path), str(tmp_path / "out")], capsys)
+
+
+def test_numbers_and_tokens_that_no_model_has_are_refused(file, tmp_path, capsys):
+    data, key = file.read_bytes(), b"llama.attention.key_length"
+    at, path = data.index(key) + len(key) + 4, tmp_path / "x.gguf"
+    path.write_bytes(data[:at] + struct.pack("<I", 0) + data[at + 4 :])
+    line = refused(["from-gguf", str(path), str(tmp_path / "out")], capsys)
+    assert "llama.attention.key_length=0: must be at least 1" in line
+    metadata = {"model": "llama", "tokens": ["a", "b" * 10**6], "scores": np.zeros(2)}
+    metadata = {f"tokenizer.ggml.{name}": value for name, value in metadata.items()}
+    with pytest.raises(ValueError, match="must have at most 1,024 characters each"):
+        read_tokenizer(metadata, tmp_path, 0)
 
 
 def test_a_split_model_is_read_and_must_be_complete(file, tmp_path, capsys):
