@@ -471,22 +471,6 @@ def wait_for_save(supervisor: int, started: Started) -> None:
         time.sleep(0.002)
 
 
-def stopped_alone(drill: Drill, run: Path) -> End:
-    """For good, without supervisors."""
-    started = drill.start(run)
-    drill.wait(run, started)
-    host = drill.choose()
-    pid = started.processes[host].pid
-    send([pid], signal.SIGSTOP)
-    others = [x for at, x in enumerate(started.processes) if at != host]
-    for process in others:
-        process.join(600)
-    send([pid], signal.SIGCONT)
-    first = LOST + f"no sign of life from a process on host{host} for 300 s"
-    texts = [first if 0 in (x, host) and x != host else f"{first}|{ENDED}" for x in drill.hosts]
-    return drill.end(started, texts)
-
-
 def paused(drill: Drill, run: Path) -> End:
     """The process of a host is stopped for 30 to 100 s, while it starts or later."""
     started = drill.start(run)
@@ -763,7 +747,6 @@ EVENTS: dict[str, tuple[int, Callable[[Drill, Path], End], bool]] = {
     "other version on one host": (2, version, True),
     "other config on one host": (2, config, True),
     "process of a host killed, no supervisors": (2, killed_alone, True),
-    "process of a host stopped, no supervisors": (2, stopped_alone, True),
     "supervisor of a host gets SIGTERM": (2, signaled, True),
     "shared directory read-only after each restart": (2, always_refused, True),
     "host gone for good": (2, host_gone, True),

@@ -36,11 +36,8 @@ INIT_TIMEOUT_S = 300
 # Seconds without an answer from a host until this process ends. Shorter losses of the network do no
 # harm.
 SILENCE_S = 40
-# Seconds between probes of an idle connection to another host, and between signs of life of a
-# process.
+# Seconds between probes of an idle connection to another host.
 PROBE_S = 10
-# Seconds without a sign of life from a process, whose host answers, until this process ends.
-STOPPED_S = 300
 # Seconds without a heartbeat until JAX aborts all processes in C++. The relays notice the end of a
 # process at once, and a silent host after `SILENCE_S`.
 HEARTBEAT_TIMEOUT_S = 3600
@@ -50,8 +47,8 @@ REPORT_TIMEOUT_S = 5
 # Seconds that a failed process may wait for its peers during clean-up.
 CLEANUP_TIMEOUT_S = 30
 # Directory of what the processes know of each other in JAX's coordination service, and the name of
-# the barrier before it is read; directory of their signs of life.
-MEMBERS, ALIVE = "bptjax/members/", "bptjax/alive/"
+# the barrier before it is read.
+MEMBERS = "bptjax/members/"
 # Processes that did not arrive, in the coordination service's error of a barrier.
 ABSENT = re.compile(r"task:(\d+)")
 # Maximum simultaneous connections to process 0 that have not yet proved knowledge of the secret.
@@ -74,10 +71,8 @@ _peer_lost = threading.Event()
 _members: list[dict[str, Any]] = []
 # Connections between the coordinator and the others.
 _connections: list[socket.socket] = []
-# Hosts that no longer answer, hosts with a process that gives no sign of life, and hosts with a
-# process that has ended.
+# Hosts that no longer answer, and hosts with a process that has ended.
 _silent: list[str] = []
-_stopped: list[str] = []
 _ended: list[str] = []
 
 
@@ -98,12 +93,6 @@ def _describe_loss() -> str:
         return (
             f"no answer from {names} for {SILENCE_S} s; check that the host runs and the network "
             "connects it"
-        )
-    if _stopped:
-        names = " and ".join(sorted(set(_stopped)))
-        return (
-            f"no sign of life from a process on {names} for {STOPPED_S} s; check whether it is "
-            "stopped, and end it"
         )
     return describe_end(_ended[0] if _ended else "")
 
@@ -167,7 +156,6 @@ def initialize(config: ParallelConfig) -> None:
     _remove_private()  # All are connected.
     _introduce(process)
     _set_gloo_address()
-    threading.Thread(target=_show_life, args=(process.index,), daemon=True).start()
 
 
 def _introduce(process: ProcessInfo) -> None:
@@ -225,16 +213,6 @@ def wait_for_all(name: str) -> None:
             f"{names}: must be ready within {INIT_TIMEOUT_S} s of the others; see what else runs "
             "there, then start all processes again"
         ) from error
-
-
-def _show_life(index: int) -> None:
-    """Sends a sign of life to process 0, which answers, again and again. A stopped process does
-    neither, while its host still answers to probes."""
-    client: Any = jax_distributed.global_state.client
-    while _initialized.is_set():
-        with suppress(jax.errors.JaxRuntimeError):  # Such as after the end of process 0.
-            client.key_value_set(f"{ALIVE}{index}", "", allow_overwrite=True)
-        time.sleep(PROBE_S)
 
 
 def _set_gloo_address() -> None:
@@ -381,7 +359,6 @@ def _serve(
     remote = client if client.family != socket.AF_UNIX else server
     _detect_silence(remote)
     if member:
-        remote.settimeout(STOPPED_S)
         _connections.append(remote)
     threading.Thread(target=_pump, args=(server, client, member, remote), daemon=True).start()
     _pump(client, server, member, remote)
@@ -407,19 +384,27 @@ def _pump(source: socket.socket, sink: socket.socket, member: bool, remote: sock
     lost, peer = _ended, _parse_address(remote.getpeername())
     try:
         while data := source.recv(1 << 16):
+            if member and _initialized.is_set() and _has_ended(source):
+                break  # The last words would make JAX's client abort this process in C++.
             sink.sendall(data)
     except OSError as error:
         if error.errno in UNREACHABLE:
             lost = _silent
             _silent.extend(map(_host_at, _unanswered()))
-        elif isinstance(error, TimeoutError):
-            lost = _stopped
     if member and _initialized.is_set():
         lost.append(_host_at(peer))
         _peer_lost.set()
         time.sleep(REPORT_TIMEOUT_S)
         exit_with(PeerLost())
     sink.close()
+
+
+def _has_ended(connection: socket.socket) -> bool:
+    """Returns whether the other side has sent its last data and closed the connection."""
+    try:
+        return not connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+    except BlockingIOError:
+        return False
 
 
 def _unanswered() -> list[str]:
