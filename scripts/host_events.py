@@ -252,7 +252,7 @@ class Drill:
             outcome = REFUSED
             ends = enumerate(zip(found, map(len, lines), strict=True))
             spoke = [end for x, end in ends if (x, end) != (killed, (-signal.SIGKILL, 0))]
-            if len(found) < self.count:
+            if len(found) < len(started.processes):
                 fault = "no end"
             elif not {code for code, _ in spoke} <= {*codes} or any(n != 1 for _, n in spoke):
                 fault = f"exit codes {found}"

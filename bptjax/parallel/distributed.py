@@ -454,10 +454,10 @@ def translate_peer_errors() -> Iterator[None]:
         why = describe_gloo_error(str(error))
         if not _initialized.is_set() or (isinstance(error, ValueError) and not why):
             raise
-        if _peer_lost.wait(REPORT_TIMEOUT_S / 2):
-            raise PeerLost from error
         if why:
             raise PeerLost(why) from error
+        if _peer_lost.wait(REPORT_TIMEOUT_S / 2):
+            raise PeerLost from error
         raise
 
 

@@ -92,15 +92,27 @@ def damage(directory: Path) -> str:
     return f"wrong checksum: {changed[0]}" if changed else ""
 
 
-def watch_disk(directory: Path, done: threading.Event, failed: Callable[[Exception], None]) -> None:
+def watch_disk(
+    directory: Path,
+    done: threading.Event,
+    failed: Callable[[Exception], None],
+    *,
+    every_s: float = PROBE_S,
+    limit_s: float = HANG_S,
+) -> None:
     """Writes an empty file now and then until `done` is set. If the disk hangs, calls `failed` with
-    the error, from another thread, as the threads that wait for the disk may wait for ever."""
+    the error, from another thread, as the threads that wait for the disk may wait for ever.
+
+    Args:
+      every_s: seconds between two files.
+      limit_s: seconds without an answer after which the disk hangs.
+    """
     error = OSError(
-        f"{directory}: the disk has not answered for {HANG_S} s; mend it, then start the same "
+        f"{directory}: the disk has not answered for {limit_s:g} s; mend it, then start the same "
         "command again"
     )
-    while not done.wait(PROBE_S):
-        timer = threading.Timer(HANG_S, failed, (error,))
+    while not done.wait(every_s):
+        timer = threading.Timer(limit_s, failed, (error,))
         timer.daemon = True
         timer.start()
         with suppress(OSError), TemporaryFile(dir=directory):  # A save reports other errors.
