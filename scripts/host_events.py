@@ -162,8 +162,9 @@ class Drill:
                 end = EVENTS[name][1](self, run)
                 row = dict(event=name, hosts=self.count, outcome=end.outcome)
                 row |= dict(seconds=round(time.monotonic() - start, 1))
-                row |= dict(restarts=end.restarts) if end.restarts else {}
-                row |= dict(lines=end.lines) if any(end.lines) else {}
+                row |= dict(restarts=end.restarts) if any(end.restarts) else {}
+                lines = [[x.replace(f"{run.parent}/", "") for x in own] for own in end.lines]
+                row |= dict(lines=lines) if any(lines) else {}
                 rows.append(row | (dict(fault=end.fault) if end.fault else {}))
                 if end.outcome in (ON, RESTARTED):
                     break
