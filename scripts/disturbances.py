@@ -30,8 +30,10 @@ LIBRARIES = [
     *("bptjax.cli.train", "bptjax.config_parser", "bptjax.training.loop", "bptjax.cli.convert"),
     "disturbances",
 ]
-# Lines that are no errors: they name skipped checkpoints and restarts.
+# Lines that are no errors: they name skipped checkpoints and restarts, and XLA's slow compilations
+# on a busy machine.
 TOLD = re.compile(
+    r"\*{9,}|.*slow_operation_alarm\.cc.*|\[Compiling module .*|The operation took .*|"
     r"WARNING.*/checkpoints: .*(using|starting from) step \d+|"
     r"WARNING.*/checkpoints: step \d+ is not copied to it, .*|"
     r"WARNING.*/local/run.*: removing steps .*"

@@ -784,7 +784,8 @@ def main(argv: list[str] | None = None) -> int:
     begin, rng = time.monotonic(), random.Random(args.seed)
     work = Path(tempfile.mkdtemp(prefix="bptjax-hosts-"))
     # JAX reads them when the server of forks imports it.
-    os.environ |= {"JAX_PLATFORMS": "cpu", "JAX_COMPILATION_CACHE_DIR": str(work / "compiled")}
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(work / "compiled"))
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
     drills: dict[int, Drill] = {}
     number = faults = 0
