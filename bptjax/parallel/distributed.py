@@ -49,8 +49,8 @@ CLEANUP_TIMEOUT_S = 30
 # Directory of what the processes know of each other in JAX's coordination service, and the name of
 # the barrier before it is read.
 MEMBERS = "bptjax/members/"
-# Processes that did not arrive, in the coordination service's error of a barrier.
-ABSENT = re.compile(r"task:(\d+)")
+# Lines of the processes that did not arrive, in the coordination service's error of a barrier.
+ABSENT = re.compile(r"^(?:.*task:)?(\d+)$", re.MULTILINE)
 # Maximum simultaneous connections to process 0 that have not yet proved knowledge of the secret.
 MAX_PENDING = 64
 # Errors of a connection to a host that no longer answers.
@@ -99,9 +99,8 @@ def _describe_loss() -> str:
 
 def describe_end(host: str) -> str:
     """Describes the end of another process, with its host if there are several."""
-    who = (
-        f"a process on {host}" if host and len(set(hosts())) > 1 else "another process of this run"
-    )
+    known = host and len(set(hosts())) > 1
+    who = f"a process on {host}" if known else "another process of this run"
     return f"{who} has ended, and its output says why"
 
 
@@ -206,13 +205,17 @@ def wait_for_all(name: str) -> None:
     except jax.errors.JaxRuntimeError as error:
         if "DEADLINE_EXCEEDED" not in str(error):
             raise
-        _, _, late = str(error).partition("timed out task names:")
-        absent = sorted({int(index) for index in ABSENT.findall(late)})
-        names = ", ".join(map(describe_process, absent)) or "another process"
+        names = ", ".join(map(describe_process, absent_from_barrier(str(error))))
+        names = names or "another process"
         raise RuntimeError(
             f"{names}: must be ready within {INIT_TIMEOUT_S} s of the others; see what else runs "
             "there, then start all processes again"
         ) from error
+
+
+def absent_from_barrier(text: str) -> list[int]:
+    """Returns the processes that did not arrive at a barrier, from the error of its end."""
+    return sorted(map(int, ABSENT.findall(text.partition("timed out task names:")[2])))
 
 
 def _set_gloo_address() -> None:

@@ -1,4 +1,4 @@
-"""Errors of Gloo, as one line that names a host."""
+"""Errors of Gloo and of barriers, as one line that names a host."""
 
 import jax
 import pytest
@@ -92,3 +92,16 @@ def test_a_single_process_connects_to_nobody():
     called = []
     gloo.connect(mesh, lambda: called.append(1))  # Every order of the axes compiles and runs.
     assert called == [1]
+
+
+def test_processes_absent_from_a_barrier():
+    text = (
+        "DEADLINE_EXCEEDED: Barrier timed out. Id: bptjax/x::0. This usually happens because …\n"
+        "# of tasks that reached the barrier: 1/4.\n"
+        "The first task at the barrier: 0. Some timed out task names:\n{}\n\n\n"
+        "RPC: /xla.coordination.CoordinationService/Barrier [type.googleapis.com/…='']"
+    )
+    names = "/job:jax_worker/replica:0/task:3\n/job:jax_worker/replica:0/task:2"
+    for late in ("3\n2", names):
+        assert distributed.absent_from_barrier(text.format(late)) == [2, 3]
+    assert distributed.absent_from_barrier("UNAVAILABLE: …") == []
