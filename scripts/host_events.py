@@ -221,11 +221,11 @@ class Drill:
             pipes.append(pipe)
         return Started(processes, pipes, PORT, SUPERVISED in how)
 
-    def wait(self, run: Path, started: Started, first: int = 1) -> None:
-        """Waits for a random step of a run, `first` or later, and a moment more."""
+    def wait(self, run: Path, started: Started, first: int = 1, most: int = STEPS - 4) -> None:
+        """Waits for a random step of a run, `first` to `most`, and a moment more."""
         file, last = run / "metrics.jsonl", max((x["step"] for x in metrics(run)), default=0)
         before = file.stat().st_mtime_ns if file.exists() else 0
-        step = self.rng.randint(min(max(first, last + 1), STEPS - 4), STEPS - 4)
+        step = self.rng.randint(min(max(first, last + 1), most), most)
         while all(x.is_alive() for x in started.processes):
             written = file.exists() and file.stat().st_mtime_ns > before
             if written and any(record["step"] >= step for record in metrics(run)):
@@ -584,7 +584,7 @@ def shared_lost(drill: Drill, run: Path) -> End:
     """The server of a host's shared directory no longer answers, after the first save."""
     host = drill.choose()
     started = drill.start(run, served={host: ""})
-    drill.wait(run, started, 6)
+    drill.wait(run, started, 4, 9)
     send(server_of(drill, host), signal.SIGSTOP)
     end = drill.end(started, disk_of(drill, host, "the disk has not answered for 300 s"))
     send(server_of(drill, host), signal.SIGKILL)

@@ -36,6 +36,7 @@ DOCUMENTS = (
         for name in (
             "benchmarks",
             "data",
+            "distributed",
             "hugging_face",
             "long_context",
             "lora",
