@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,15 +30,17 @@ LIBRARIES = [
     *("bptjax.cli.train", "bptjax.config_parser", "bptjax.training.loop", "bptjax.cli.convert"),
     "disturbances",
 ]
-# Lines that are no errors: they name skipped checkpoints and restarts.
+# Lines that are no errors: they name skipped checkpoints and restarts, and XLA's slow compilations
+# on a busy machine.
 TOLD = re.compile(
+    r"\*{9,}|.*slow_operation_alarm\.cc.*|\[Compiling module .*|The operation took .*|"
     r"WARNING.*/checkpoints: .*(using|starting from) step \d+|"
     r"WARNING.*/checkpoints: step \d+ is not copied to it, .*|"
     r"WARNING.*/local/run.*: removing steps .*"
 )
 RESTARTED = re.compile(
-    r"supervisor: restarting after (the run was killed by SIGKILL|exit code 1: a peer|no )"
-    r".*|error: a peer process is lost: .*"
+    r"supervisor: restarting after (the run was killed by SIGKILL|no |a process on |"
+    r"exit code 1: (a peer|process \d+ on )).*|error: (a peer process is lost: |process \d+ on ).*"
 )
 PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload(LIBRARIES)
@@ -56,26 +58,32 @@ GREETINGS = (b"\xff\x00" * 2500, b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"bptjax 1
 
 @dataclass
 class Started:
-    """The processes of a run, and the pipes of their stderr."""
+    """The processes of a run, and the pipes of their stderr.
+
+    Attributes:
+      restarts: number of restarts by each supervisor, known at the end.
+    """
 
     processes: list[Any]
     pipes: list[Any]
     port: int
     supervised: bool
+    restarts: list[int] = field(default_factory=list)
 
-    def finish(self) -> tuple[list[int], list[list[str]]]:
+    def finish(self, seconds: float = 600) -> tuple[list[int], list[list[str]]]:
         """Waits for the end. Returns the exit codes, and the errors on each stderr."""
-        deadline = time.monotonic() + 600
+        deadline = time.monotonic() + seconds
         for process in self.processes:
             process.join(max(0, deadline - time.monotonic()))
         if any(process.exitcode is None for process in self.processes):
             for process in self.processes:
                 process.kill()
-            return [-signal.SIGALRM], [["no end in 600 s"]]
+            return [-signal.SIGALRM], [[f"no end in {seconds:.0f} s"]]
         found = []
         for pipe in self.pipes:
             with open(os.dup(pipe.fileno()), errors="replace") as stream:
                 lines = [x for x in stream.read().splitlines() if not TOLD.fullmatch(x)]
+            self.restarts.append(sum("supervisor: restarting" in x for x in lines))
             found.append([x for x in lines if not (self.supervised and RESTARTED.fullmatch(x))])
         return [process.exitcode for process in self.processes], found
 

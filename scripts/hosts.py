@@ -1,6 +1,6 @@
 """Trains tiny runs on several hosts of one machine, and compares their losses with one process that
 has as many devices. The hosts are network namespaces with interfaces, addresses, names and
-directories of their own; devices are CPUs. Needs Linux, root and iproute2.
+directories of their own; devices are CPUs. Needs Linux, root, iproute2 and ethtool.
 
     python scripts/hosts.py --out rows.jsonl
 
@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,9 @@ from tiny_run import CONFIG, DEFAULTS, metrics, write_texts
 # Greatest relative difference of losses from float32 rounding.
 ROUNDING = 1e-6
 PORT = 47123
+# Further name of each host, as Kubernetes names the pods of a JobSet.
+POD = "train-hosts-{}-0.train"
+FORWARD = str(Path(__file__).with_name("forward.py"))
 EXPERTS = """{hidden_size: 16, num_layers: 1, num_heads: 4, attention_dropout: 0.1,
   feed_forward: experts, experts: {count: 4}}"""
 DENSE = "{hidden_size: 16, num_layers: 1, num_heads: 4, attention_dropout: 0.1}"
@@ -45,13 +49,23 @@ class Cluster:
       disk: path of a disk that each host has for itself.
     """
 
-    def __init__(self, count: int, work: Path, *, family: int = 4, loopback: bool = False):
+    def __init__(
+        self,
+        count: int,
+        work: Path,
+        *,
+        family: int = 4,
+        loopback: bool = False,
+        second: bool = False,
+    ):
         """Makes the namespaces.
 
         Args:
           work: directory for `shared` and `own`.
           family: 4 or 6, the version of IP that the hosts' names resolve to.
           loopback: a host's own name resolves to 127.0.1.1 or ::1 on that host, as on Debian.
+          second: every host has a second interface on a network of its own, `eth1`, to whose
+            addresses the names `fast0`, `fast1`, … resolve.
 
         Raises:
           OSError: this machine does not allow namespaces; the message says why.
@@ -64,16 +78,17 @@ class Cluster:
         for directory in (self.shared, self.disk, *(own / "disk" for own in self.own)):
             directory.mkdir(parents=True)
         self._processes: list[subprocess.Popen[str]] = []
+        self._forwarders: list[subprocess.Popen[str]] = []
         try:
-            self._make(family, loopback)
+            self._make(family, loopback, second)
         except BaseException:
             self.close()
             raise
 
-    def _make(self, family: int, loopback: bool) -> None:
+    def _make(self, family: int, loopback: bool, second: bool) -> None:
         for name in (self._switch, *self.names):
             ip("netns", "add", name)
-        for bridge in ("bridge", "other"):
+        for bridge in ("bridge", "other", "fast"):
             ip("-n", self._switch, "link", "add", "name", bridge, "type", "bridge")
             ip("-n", self._switch, "link", "set", bridge, "up")
         addresses = [f"10.77.0.{i + 1}" if family == 4 else f"fd77::{i + 1}" for i in self.hosts]
@@ -90,10 +105,27 @@ class Cluster:
             for other, address in enumerate(addresses):
                 if other == host and loopback:
                     address = "127.0.1.1" if family == 4 else "::1"
-                lines.append(f"{address} host{other}")
+                lines.append(f"{address} host{other} {POD.format(other)}")
+            if second:
+                self._make_second(host, family)
+                network = "10.88.0." if family == 4 else "fd88::"
+                lines += [f"{network}{other + 1} fast{other}" for other in self.hosts]
             directory = Path("/etc/netns") / name
             directory.mkdir(parents=True)
             (directory / "hosts").write_text("\n".join(lines) + "\n")
+
+    def _make_second(self, host: int, family: int) -> None:
+        name, port = self.names[host], f"fast{host}"
+        ip("-n", self._switch, "link", "add", port, "type", "veth", "peer", "eth1", "netns", name)
+        ip("-n", self._switch, "link", "set", port, "master", "fast", "up")
+        ip("-n", name, "addr", "add", f"10.88.0.{host + 1}/24", "dev", "eth1")
+        ip("-n", name, "addr", "add", f"fd88::{host + 1}/64", "dev", "eth1", "nodad")
+        ip("-n", name, "link", "set", "eth1", "up")
+
+    def received(self, host: int, interface: str) -> int:
+        """Returns the bytes that an interface of a host has received."""
+        text = ip("-n", self.names[host], "-s", "-j", "link", "show", interface)
+        return json.loads(text)[0]["stats64"]["rx"]["bytes"]
 
     @property
     def hosts(self) -> range:
@@ -126,6 +158,23 @@ class Cluster:
         """Plugs the cable of a host into a bridge: `bridge`, or `other` for a partition."""
         ip("-n", self._switch, "link", "set", f"to{host}", "master", bridge)
 
+    def disturb(self, host: int, *flags: str) -> None:
+        """Delays and loses packets of a host; `flags` are those of `forward.py`."""
+        inside = f"in{host}", f"mid{host}"
+        ip("-n", self._switch, "link", "set", f"to{host}", "nomaster")
+        ip("-n", self._switch, "link", "add", inside[0], "type", "veth", "peer", "name", inside[1])
+        ip("-n", self._switch, "link", "set", inside[0], "master", "bridge")
+        for name in inside:
+            ip("-n", self._switch, "link", "set", name, "up")
+        for name in self.names:
+            # The kernel leaves checksums to the other end of a veth pair, and joins packets.
+            off = [word for x in ("tx", "tso", "gso", "gro") for word in (x, "off")]
+            ip("netns", "exec", name, "ethtool", "-K", "eth0", *off)
+        command = ["ip", "netns", "exec", self._switch, sys.executable, FORWARD]
+        command += [f"to{host}", inside[1], *flags]
+        pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        self._forwarders.append(subprocess.Popen(command, text=True, **pipes))
+
     def kill(self, host: int) -> None:
         """Kills all processes of a host."""
         command = ["ip", "netns", "pids", self.names[host]]
@@ -138,7 +187,9 @@ class Cluster:
         """Ends the processes and removes the namespaces."""
         for host in self.hosts:
             self.kill(host)
-        for process in self._processes:
+        for process in self._forwarders:
+            process.kill()
+        for process in (*self._processes, *self._forwarders):
             process.communicate()
         for name in (self._switch, *self.names):
             subprocess.run(["ip", "netns", "del", name], capture_output=True)
@@ -151,8 +202,8 @@ class Cluster:
         self.close()
 
 
-def ip(*arguments: str) -> None:
-    """Calls iproute2's `ip`.
+def ip(*arguments: str) -> str:
+    """Calls iproute2's `ip`. Returns its output.
 
     Raises:
       OSError: the call failed, or there is no `ip`.
@@ -160,6 +211,7 @@ def ip(*arguments: str) -> None:
     done = subprocess.run(["ip", *arguments], capture_output=True, text=True)
     if done.returncode:
         raise OSError(f"ip {' '.join(arguments)}: {done.stderr.strip()}")
+    return done.stdout
 
 
 def torchrun(count: int, index: int, hosts: int) -> tuple[dict[str, str], list[str]]:
@@ -174,9 +226,11 @@ def variables(count: int, index: int, hosts: int) -> tuple[dict[str, str], list[
     return where | {"JAX_NUM_PROCESSES": str(count), "JAX_PROCESS_ID": str(index)}, []
 
 
-def flags(count: int, index: int, hosts: int) -> tuple[dict[str, str], list[str]]:
+def flags(
+    count: int, index: int, hosts: int, first: str = "host0"
+) -> tuple[dict[str, str], list[str]]:
     """Returns no environment variables, and the flags of a process."""
-    keys = dict(coordinator=f"host0:{PORT}", num_processes=count, process_id=index)
+    keys = dict(coordinator=f"{first}:{PORT}", num_processes=count, process_id=index)
     return {}, [f"--parallel.{key}={value}" for key, value in keys.items()]
 
 
@@ -192,10 +246,12 @@ def slurm(count: int, index: int, hosts: int) -> tuple[dict[str, str], list[str]
     }, []
 
 
-def kubernetes(count: int, index: int, hosts: int) -> tuple[dict[str, str], list[str]]:
+def indexed_job(
+    count: int, index: int, hosts: int, first: str = "host0"
+) -> tuple[dict[str, str], list[str]]:
     """Returns the variables of a manifest, the same in all pods, with the index that Kubernetes
     adds to a pod of an indexed Job, and no flags."""
-    given = {"JAX_COORDINATOR_ADDRESS": f"host0:{PORT}", "JAX_NUM_PROCESSES": str(count)}
+    given = {"JAX_COORDINATOR_ADDRESS": f"{first}:{PORT}", "JAX_NUM_PROCESSES": str(count)}
     return given | {"JOB_COMPLETION_INDEX": str(index)}, []
 
 
@@ -204,7 +260,10 @@ STARTS: dict[str, Callable[[int, int, int], tuple[dict[str, str], list[str]]]] =
     "JAX's variables": variables,
     "--parallel.coordinator": flags,
     "Slurm's variables": slurm,
-    "Kubernetes's variables": kubernetes,
+    "variables of Kubernetes's indexed Job": indexed_job,
+    "variables of Kubernetes's JobSet": partial(indexed_job, first=POD.format(0)),
+    # The name of the second interface.
+    "--parallel.coordinator of a second interface": partial(flags, first="fast0"),
 }
 
 
@@ -229,6 +288,11 @@ class Case:
     local: bool = False
 
     @property
+    def second(self) -> bool:
+        """Whether the hosts have a second interface."""
+        return "second" in self.start
+
+    @property
     def count(self) -> int:
         """Number of processes."""
         return self.hosts * self.per_host
@@ -239,9 +303,15 @@ CASES = [
     Case({"fsdp": 4}, "--parallel.coordinator", family=6),
     Case({"tp": 4}, "Slurm's variables", loopback=True),
     Case({"sp": 4}, "JAX's variables", family=6, loopback=True),
-    Case({"ep": 4}, "Kubernetes's variables", hosts=4, per_host=1),
+    Case({"ep": 4}, "variables of Kubernetes's indexed Job"),
+    Case({"dp": 2, "fsdp": 2}, "variables of Kubernetes's JobSet", family=6),
+    Case({"fsdp": 4}, "--parallel.coordinator of a second interface"),
+    Case({"fsdp": 2, "tp": 2}, "--parallel.coordinator of a second interface", family=6),
     Case({"fsdp": 3, "tp": 2}, "torchrun's variables", hosts=3, loopback=True),
     Case({"fsdp": 4}, "torchrun's variables", local=True),
+    Case({"dp": 3, "sp": 2}, "variables of Kubernetes's JobSet", hosts=3, loopback=True),
+    Case({"dp": 2, "fsdp": 4}, "Slurm's variables", hosts=4, family=6),
+    Case({"ep": 4, "fsdp": 2}, "--parallel.coordinator", hosts=4),
 ]
 
 
@@ -305,6 +375,12 @@ def finish(
     return found
 
 
+def log_of(run: Path) -> list[str]:
+    """Returns the lines of the log of a run; none if there is none."""
+    file = run / "log.txt"
+    return file.read_text().splitlines() if file.exists() else []
+
+
 def losses(run: Path) -> dict[tuple[int, str], float]:
     """Returns the losses of a run by step and name."""
     names = ("train/loss", "eval/loss")
@@ -329,10 +405,13 @@ def compare(case: Case, work: Path) -> dict[str, Any]:
     write_config(work, case.mesh)
     wanted = alone(work, case.count)
     start = time.monotonic()
-    with Cluster(case.hosts, work, family=case.family, loopback=case.loopback) as cluster:
+    options = dict(family=case.family, loopback=case.loopback, second=case.second)
+    with Cluster(case.hosts, work, **options) as cluster:
         run = cluster.shared / "run"
         more = [f"--checkpoint.local_dir={cluster.disk}"] if case.local else []
         ends = finish(start_all(cluster, case, work, run, *more))
+        interfaces = ["eth0", "eth1"] if case.second else ["eth0"]
+        received = {x: cluster.received(0, x) for x in interfaces}
     got = losses(run)
     row: dict[str, Any] = dict(
         hosts=case.hosts,
@@ -342,6 +421,8 @@ def compare(case: Case, work: Path) -> dict[str, Any]:
         ip=case.family,
         loopback=case.loopback,
         local=case.local,
+        received=received,
+        told=next((x for x in log_of(run) if " hosts: " in x), "")[20:],
         seconds=round(time.monotonic() - start, 1),
         jax=jax.__version__,
     )

@@ -36,6 +36,7 @@ DOCUMENTS = (
         for name in (
             "benchmarks",
             "data",
+            "distributed",
             "hugging_face",
             "long_context",
             "lora",
@@ -543,15 +544,35 @@ def perplexity(name: str) -> str:
 def host_events() -> str:
     """The events of runs on several hosts by outcome, with the seconds of the longest."""
     rows = read("host_events_cpu.jsonl")
-    outcomes = ["continued", "restarted by supervisors", "refused with one line, then continued"]
+    outcomes = [
+        *("continued", "restarted by supervisors", "refused with one line, then continued"),
+        *("saved and stopped on all hosts, then continued",),
+        *("given up by all supervisors, then continued",),
+    ]
     body = []
     for event in sorted({row["event"] for row in rows}):
         own = [row for row in rows if row["event"] == event]
         good = [row["outcome"] for row in own if "fault" not in row]
         numbers = [*map(good.count, outcomes), len(own) - len(good)]
         cells = [str(number) if number else "" for number in numbers]
-        body.append([event, *cells, f"{max(row['seconds'] for row in own):.0f}"])
-    return table(["event", *outcomes, "in a run that failed", "longest, s"], body)
+        hosts = ", ".join(map(str, sorted({row["hosts"] for row in own})))
+        body.append([event, hosts, *cells, f"{max(row['seconds'] for row in own):.0f}"])
+    return table(["event", "hosts", *outcomes, "in a run that failed", "longest, s"], body)
+
+
+def host_starts() -> str:
+    """The runs on several hosts by their start, with the greatest difference of losses."""
+    body = []
+    # The documentation's text tells of the run that saved to each host's own disk.
+    for row in (row for row in read("hosts_cpu.jsonl") if not row.get("local")):
+        mesh = " ".join(f"{axis}={size}" for axis, size in row["mesh"].items())
+        name = "loopback" if row["loopback"] else "its address"
+        count = f"{row['hosts']} × {row['processes'] // row['hosts']}"
+        used = max(row["received"], key=row["received"].get)
+        off = "a run that failed" if "fault" in row else f"{row['difference']:.1e}"
+        body.append([row["start"], f"IPv{row['ip']}", used, name, count, mesh, off])
+    heads = ["start", "IP", "interface used", "own name resolves to", "hosts × processes", "mesh"]
+    return table([*heads, "relative difference of losses"], body)
 
 
 TABLES: dict[str, Callable[[], str]] = {
@@ -586,6 +607,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "missed_faults": missed_faults,
     "extend_tiny": lambda: perplexity("extend_tiny_cpu.json"),
     "host_events": host_events,
+    "host_starts": host_starts,
 }
 MARK = re.compile(r"(<!-- table: (\w+) -->\n)((?:\|.*\n)*)")
 

@@ -4,8 +4,10 @@ import errno
 import ipaddress
 import json
 import os
+import re
 import shutil
 import socket
+import struct
 import sys
 import tempfile
 import threading
@@ -13,19 +15,16 @@ import time
 import traceback
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import partial
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import jax
 import numpy as np
 from jax._src import distributed as jax_distributed
-from jax._src import xla_bridge
 from jax.experimental import multihost_utils
-from jax.extend.backend import register_backend_factory
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxlib import _jax
 
+from bptjax.parallel import gloo
 from bptjax.parallel.launch import ProcessInfo, find_process, is_loopback
 from bptjax.parallel.mesh import ParallelConfig
 from bptjax.parallel.secret import VARIABLE, WrongSecret, demand_proof, prove, read_secret
@@ -50,12 +49,16 @@ CLEANUP_TIMEOUT_S = 30
 # Directory of what the processes know of each other in JAX's coordination service, and the name of
 # the barrier before it is read.
 MEMBERS = "bptjax/members/"
+# Lines of the processes that did not arrive, in the coordination service's error of a barrier.
+ABSENT = re.compile(r"^(?:.*task:)?(\d+)$", re.MULTILINE)
 # Maximum simultaneous connections to process 0 that have not yet proved knowledge of the secret.
 MAX_PENDING = 64
 # Errors of a connection to a host that no longer answers.
 UNREACHABLE = errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH
 # Maximum bytes of a socket path on Linux.
 MAX_SOCKET_PATH = 107
+# Place of the milliseconds since the last answer in Linux's `struct tcp_info`.
+TCP_LAST_ANSWER = 56
 
 # State of this process, global like the state of jax.distributed.
 _initialized = threading.Event()
@@ -66,25 +69,39 @@ _addresses: list[str] = []
 _peer_lost = threading.Event()
 # Host, address and versions of each process.
 _members: list[dict[str, Any]] = []
-# Hosts that no longer answer.
+# Connections between the coordinator and the others.
+_connections: list[socket.socket] = []
+# Hosts that no longer answer, and hosts with a process that has ended.
 _silent: list[str] = []
+_ended: list[str] = []
 
 
 class PeerLost(RuntimeError):
     """Another process of the run has ended unexpectedly, or its host no longer answers."""
 
-    def __init__(self):
-        why = "another process of this run has ended, and its output says why"
-        if _silent:
-            hosts = " and ".join(sorted(set(_silent)))
-            why = (
-                f"no answer from {hosts} for {SILENCE_S} s; check that the host runs and the "
-                "network connects it"
-            )
+    def __init__(self, why: str = ""):
         super().__init__(
-            f"a peer process is lost: {why}; start all processes again to resume from the last "
-            "checkpoint"
+            f"a peer process is lost: {why or _describe_loss()}; start all processes again to "
+            "resume from the last checkpoint"
         )
+
+
+def _describe_loss() -> str:
+    """Describes the loss of a peer that the relays have noticed."""
+    if _silent:
+        names = " and ".join(sorted(set(_silent)))
+        return (
+            f"no answer from {names} for {SILENCE_S} s; check that the host runs and the network "
+            "connects it"
+        )
+    return describe_end(_ended[0] if _ended else "")
+
+
+def describe_end(host: str) -> str:
+    """Describes the end of another process, with its host if there are several."""
+    known = host and len(set(hosts())) > 1
+    who = f"a process on {host}" if known else "another process of this run"
+    return f"{who} has ended, and its output says why"
 
 
 def initialize(config: ParallelConfig) -> None:
@@ -150,7 +167,7 @@ def _introduce(process: ProcessInfo) -> None:
     address = next((x for x in _addresses if not is_loopback(x)), _addresses[0])
     own = dict(host=socket.gethostname(), address=address, versions=computing_versions())
     client.key_value_set(f"{MEMBERS}{process.index}", json.dumps(own))
-    client.wait_at_barrier(MEMBERS, 1000 * INIT_TIMEOUT_S)
+    wait_for_all(MEMBERS)
     texts = {name.rpartition("/")[2]: text for name, text in client.key_value_dir_get(MEMBERS)}
     _members.extend(json.loads(texts[str(index)]) for index in range(process.count))
     for index, member in enumerate(_members):
@@ -166,27 +183,58 @@ def hosts() -> list[str]:
     return [member["host"] for member in _members]
 
 
+def addresses() -> list[str]:
+    """Returns the address of each process; empty for a single process."""
+    return [member["address"] for member in _members]
+
+
 def describe_process(index: int) -> str:
     """Names a process, with its host if there are several."""
     return f"process {index}" + (f" on {hosts()[index]}" if len(set(hosts())) > 1 else "")
 
 
-def _set_gloo_address() -> None:
-    """Makes Gloo, JAX's collectives of CPUs, listen on the address at which this process is
-    connected to the coordinator, or to the other processes. Call it before a JAX backend starts.
+def wait_for_all(name: str) -> None:
+    """Waits up to `INIT_TIMEOUT_S` until all processes call it with the same name, each once.
 
-    By itself, Gloo takes the address of the host's name. On Debian and in many containers it is a
-    loopback address, which other hosts cannot reach.
+    Raises:
+      RuntimeError: a process did not call it in time; one line names it.
     """
-    if jax.config.values["jax_cpu_collectives_implementation"] != "gloo":
-        return
     client: Any = jax_distributed.global_state.client
-    address = _members[jax_distributed.global_state.process_id]["address"]
+    try:
+        client.wait_at_barrier(name, 1000 * INIT_TIMEOUT_S)
+    except jax.errors.JaxRuntimeError as error:
+        if "DEADLINE_EXCEEDED" not in str(error):
+            raise
+        names = ", ".join(map(describe_process, absent_from_barrier(str(error))))
+        names = names or "another process"
+        raise RuntimeError(
+            f"{names}: must be ready within {INIT_TIMEOUT_S} s of the others; see what else runs "
+            "there, then start all processes again"
+        ) from error
+
+
+def absent_from_barrier(text: str) -> list[int]:
+    """Returns the processes that did not arrive at a barrier, from the error of its end."""
+    return sorted(map(int, ABSENT.findall(text.partition("timed out task names:")[2])))
+
+
+def _set_gloo_address() -> None:
+    """Makes Gloo listen on the address at which this process is connected to the coordinator, or to
+    the other processes. Call it before a JAX backend starts."""
+    address = addresses()[jax_distributed.global_state.process_id]
     if is_loopback(address):  # On the host of process 0.
-        address = _members[0]["address"]
-    collectives = _jax.make_gloo_tcp_collectives(client, hostname=address)
-    factory = partial(xla_bridge.make_cpu_client, collectives)
-    register_backend_factory("cpu", factory, priority=0, fail_quietly=False)
+        address = addresses()[0]
+    gloo.listen_at(address)
+
+
+def connect_along(mesh: Mesh) -> None:
+    """Connects all processes along the axes of a mesh. All processes must call it together, once.
+
+    Raises:
+      RuntimeError: as `wait_for_all`.
+    """
+    if jax.process_count() > 1:
+        gloo.connect(mesh, lambda: wait_for_all("bptjax/connect"))
 
 
 def _start_relay(process: ProcessInfo, path: str) -> str:
@@ -313,9 +361,10 @@ def _serve(
     server.settimeout(None)
     remote = client if client.family != socket.AF_UNIX else server
     _detect_silence(remote)
-    peer = _parse_address(remote.getpeername())
-    threading.Thread(target=_pump, args=(server, client, member, peer), daemon=True).start()
-    _pump(client, server, member, peer)
+    if member:
+        _connections.append(remote)
+    threading.Thread(target=_pump, args=(server, client, member, remote), daemon=True).start()
+    _pump(client, server, member, remote)
 
 
 def _detect_silence(connection: socket.socket) -> None:
@@ -329,24 +378,55 @@ def _detect_silence(connection: socket.socket) -> None:
         connection.setsockopt(tcp, socket.TCP_USER_TIMEOUT, 1000 * SILENCE_S)
 
 
-def _pump(source: socket.socket, sink: socket.socket, member: bool, peer: str) -> None:
+def _pump(source: socket.socket, sink: socket.socket, member: bool, remote: socket.socket) -> None:
     """Forwards data, and ends this process if a member of the run is lost.
 
     Args:
-      peer: address of the other host.
+      remote: the connection to the other process, one of `source` and `sink`.
     """
+    lost, peer = _ended, _parse_address(remote.getpeername())
     try:
         while data := source.recv(1 << 16):
+            if member and _initialized.is_set() and _has_ended(source):
+                break  # The last words would make JAX's client abort this process in C++.
             sink.sendall(data)
     except OSError as error:
         if error.errno in UNREACHABLE:
-            hosts = [x["host"] for x in _members if x["address"] == peer]
-            _silent.append(hosts[0] if hosts else peer)
+            lost = _silent
+            _silent.extend(map(_host_at, _unanswered()))
     if member and _initialized.is_set():
+        lost.append(_host_at(peer))
         _peer_lost.set()
         time.sleep(REPORT_TIMEOUT_S)
         exit_with(PeerLost())
     sink.close()
+
+
+def _has_ended(connection: socket.socket) -> bool:
+    """Returns whether the other side has sent its last data and closed the connection."""
+    try:
+        return not connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+    except BlockingIOError:
+        return False
+
+
+def _unanswered() -> list[str]:
+    """Returns the addresses of all hosts that have not answered for half of `SILENCE_S`. The
+    connections to several lost hosts fail within seconds of each other."""
+    found = []
+    for connection in _connections:
+        with suppress(OSError, AttributeError):  # Already closed; no such option.
+            info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 2 * TCP_LAST_ANSWER)
+            if struct.unpack_from("I", info, TCP_LAST_ANSWER)[0] > 1000 * SILENCE_S / 2:
+                found.append(_parse_address(connection.getpeername()))
+    return found
+
+
+def _host_at(address: str) -> str:
+    """Returns the host of an address, or the address if no process has introduced itself."""
+    if is_loopback(address):
+        return socket.gethostname()
+    return next((x["host"] for x in _members if x["address"] == address), address)
 
 
 def _remove_private() -> None:
@@ -360,6 +440,10 @@ def exit_with(error: BaseException, code: int = 1) -> None:
     record_error(message)
     _remove_private()
     os.write(2, f"error: {message}\n".encode())
+    for connection in _connections:
+        # A thread that waits for a disk would keep them open.
+        with suppress(OSError):
+            connection.shutdown(socket.SHUT_RDWR)
     os._exit(code)
 
 
@@ -368,10 +452,34 @@ def translate_peer_errors() -> Iterator[None]:
     """Raises `PeerLost` in place of an error that a lost peer caused."""
     try:
         yield
-    except (jax.errors.JaxRuntimeError, OSError) as error:
-        if _initialized.is_set() and _peer_lost.wait(REPORT_TIMEOUT_S / 2):
+    except (jax.errors.JaxRuntimeError, OSError, ValueError) as error:
+        # JAX raises some of Gloo's errors as ValueError.
+        why = describe_gloo_error(str(error))
+        if not _initialized.is_set() or (isinstance(error, ValueError) and not why):
+            raise
+        if why:
+            raise PeerLost(why) from error
+        if _peer_lost.wait(REPORT_TIMEOUT_S / 2):
             raise PeerLost from error
         raise
+
+
+def describe_gloo_error(text: str) -> str:
+    """Describes the loss of a peer in an error of Gloo; empty if it is another error."""
+    found = gloo.parse_error(text)
+    if found is None:
+        return ""
+    if found.late is not None:
+        index = next(x.process_index for x in jax.devices() if x.id == found.late)
+        return (
+            f"{describe_process(index)} did not connect within {gloo.TIMEOUT_S} s of the others; "
+            "see what else runs there"
+        )
+    host = _host_at(found.address) if found.address else ""
+    if found.timed_out:
+        host = host or "another process"
+        return f"no answer from {host} within Gloo's timeout; see what else runs there"
+    return describe_end(host)
 
 
 def exit_after_timeout(kind: type | None, error: BaseException | None, trace: Any) -> None:

@@ -6,6 +6,7 @@ import math
 import os
 import re
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -28,6 +29,7 @@ from bptjax.run.checkpoint_files import (
     damage,
     set_aside,
     steps_in,
+    watch_disk,
     write_manifest,
 )
 from bptjax.run.json_files import read_json
@@ -37,7 +39,7 @@ from bptjax.run.output import explain_full_disk, write_atomically
 log = logging.getLogger("bptjax")
 
 # Seconds that a save may take. Orbax's default of 600 would end a run whose disk is slow or whose
-# clock is set forward. The supervisor detects saves that hang.
+# clock is set forward. `watch_disk` and the supervisor detect saves that hang.
 SAVE_TIMEOUT_S = 365 * 86_400
 
 # Reason in an error of tensorstore, whose text has the names of several temporary files.
@@ -168,7 +170,7 @@ class Checkpoints:
           local: directory to which checkpoints, or the parts of this process, are written first.
           failed: called at once, in a thread, with the error of this process's part of a save.
             Orbax would raise the error only after a barrier at which the other processes do not
-            arrive.
+            arrive. From the first save on, also called if the disk hangs.
           gather: returns the values of all processes; for several processes with `local`.
         """
         self.directory = Path(run_dir).absolute() / "checkpoints"
@@ -189,7 +191,7 @@ class Checkpoints:
         self._manager: ocp.CheckpointManager | None = None
         self._step, self._best = -1, _Step()
         self._record: dict[str, Any] | None = None
-        self._failed = failed
+        self._failed, self._closed, self._watched = failed, threading.Event(), False
         # Orbax logs to stderr through absl. The first failure of a save is raised as an exception;
         # asyncio would log the failures of the remaining tasks, which nobody awaits any more.
         logging.getLogger("absl").setLevel(logging.ERROR)
@@ -237,6 +239,7 @@ class Checkpoints:
     def close(self) -> None:
         """Finishes the last save and ends all threads."""
         with ExitStack() as stack:
+            stack.callback(self._closed.set)
             stack.callback(logging.getLogger("absl").removeFilter, self._report)
             if self._copies:
                 stack.callback(self._copies.close)
@@ -423,7 +426,12 @@ class Checkpoints:
             ),
         )
         # The constructor is a barrier: no process lists steps before process 0 has cleaned up.
-        return ocp.CheckpointManager(self._written_to, options=options, item_handlers=handlers)
+        manager = ocp.CheckpointManager(self._written_to, options=options, item_handlers=handlers)
+        if self._failed and not self._watched:
+            self._watched = True
+            where = self._written_to, self._closed, self._failed
+            threading.Thread(target=watch_disk, args=where, daemon=True).start()
+        return manager
 
     def _write_manifest(self) -> None:
         """Writes the manifest. Orbax calls this in a thread of process 0 when every file is written

@@ -3,11 +3,15 @@
 import json
 import re
 import shutil
+import threading
 import zlib
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import reduce
 from itertools import count
 from pathlib import Path
+from tempfile import TemporaryFile
 
 MANIFEST = "manifest.json"
 # Key of the step in the manifest. All other keys are file names, which contain a slash.
@@ -15,6 +19,8 @@ STEP = "step"
 BEST = "best.json"
 # Suffix that orbax gives.
 HALF_WRITTEN = ".orbax-checkpoint-tmp"
+# Seconds between looks at a disk, and seconds without an answer after which it hangs.
+PROBE_S, HANG_S = 60, 300
 
 
 def steps_in(directory: Path, suffix: str = "") -> list[int]:
@@ -84,6 +90,34 @@ def damage(directory: Path) -> str:
         return f"{MANIFEST}: {error}"
     changed = [file for file in wanted if actual[file] != wanted[file]]
     return f"wrong checksum: {changed[0]}" if changed else ""
+
+
+def watch_disk(
+    directory: Path,
+    done: threading.Event,
+    failed: Callable[[Exception], None],
+    *,
+    every_s: float = PROBE_S,
+    limit_s: float = HANG_S,
+) -> None:
+    """Writes an empty file now and then until `done` is set. If the disk hangs, calls `failed` with
+    the error, from another thread, as the threads that wait for the disk may wait for ever.
+
+    Args:
+      every_s: seconds between two files.
+      limit_s: seconds without an answer after which the disk hangs.
+    """
+    error = OSError(
+        f"{directory}: the disk has not answered for {limit_s:g} s; mend it, then start the same "
+        "command again"
+    )
+    while not done.wait(every_s):
+        timer = threading.Timer(limit_s, failed, (error,))
+        timer.daemon = True
+        timer.start()
+        with suppress(OSError), TemporaryFile(dir=directory):  # A save reports other errors.
+            pass
+        timer.cancel()
 
 
 def _checksums(directory: Path, files: list[str]) -> dict[str, int]:

@@ -36,6 +36,7 @@ class Limits:
         step_factor times the median duration of a step.
       work: duration without a heartbeat after which the process counts as hung during other
         work: loading, compiling, evaluating, saving.
+      stop: duration after which a process that a signal has stopped counts as hung.
       stacks: wait for a hung process to write its stacks.
       end: wait after SIGTERM before SIGKILL.
       pause: pause before a restart, for peers and devices to notice the end.
@@ -46,6 +47,7 @@ class Limits:
     step: float = 120.0
     step_factor: float = 10.0
     work: float = 3600.0
+    stop: float = 120.0
     stacks: float = 5.0
     end: float = 30.0
     pause: float = 5.0
@@ -67,13 +69,18 @@ class Watch:
 
     def __init__(self, shared: Path, limits: Limits):
         self._file, self._limits = shared / BEAT, limits
-        self.silent, self._last = 0.0, ""
+        self.silent, self._stopped, self._last = 0.0, 0.0, ""
         self._work, self._stepping = "starting", False
         self._step: tuple[int, float] | None = None
         self._seconds: deque[float] = deque(maxlen=101)
 
-    def poll(self) -> None:
-        """Looks for a new sign, `Limits.poll` seconds after the last look."""
+    def poll(self, *, stopped: bool = False) -> None:
+        """Looks for a new sign, `Limits.poll` seconds after the last look.
+
+        Args:
+          stopped: a signal has stopped the process.
+        """
+        self._stopped = self._stopped + self._limits.poll if stopped else 0.0
         text = _read(self._file)
         try:
             record = json.loads(text) if text != self._last else None
@@ -100,6 +107,11 @@ class Watch:
     @property
     def hang(self) -> str:
         """Description of the hang; empty if there is none."""
+        if self._stopped >= self._limits.stop:
+            return (
+                f"a process on {socket.gethostname()} was stopped by a signal for "
+                f"{self._stopped:,.0f} s while {self._work}"
+            )
         if self.silent < self.limit:
             return ""
         if self._stepping and self._step:
@@ -158,7 +170,7 @@ class Supervisor:
         if self._signal:  # The signal came before the child.
             self._child.send_signal(self._signal)
         while not self._ended(self._limits.poll):
-            watch.poll()
+            watch.poll(stopped=_is_stopped(self._child.pid))
             if not self._signal and (hang := watch.hang):
                 hang += self._end_hung()
                 break
@@ -251,6 +263,12 @@ def _handled(supervisor: Supervisor) -> Iterator[None]:
     finally:
         for kind, handler in before.items():
             signal.signal(kind, handler)
+
+
+def _is_stopped(pid: int) -> bool:
+    """Returns whether a signal such as SIGSTOP has stopped a process; False where there is no
+    /proc."""
+    return _read(Path(f"/proc/{pid}/stat")).rpartition(")")[2][1:2] == "T"
 
 
 def _read(file: Path) -> str:

@@ -1,7 +1,7 @@
 """Lines for the log about a run's devices, data and model."""
 
 import textwrap
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 import jax
 import numpy as np
@@ -9,6 +9,8 @@ import numpy as np
 from bptjax.config import Config, defaults
 from bptjax.data.sources import count
 from bptjax.models.config import ModelConfig
+from bptjax.parallel.distributed import addresses, hosts
+from bptjax.parallel.launch import is_loopback
 from bptjax.parallel.mesh import num_shards
 from bptjax.parsing.keys import flatten
 from bptjax.run.json_files import read_json
@@ -32,8 +34,29 @@ def describe_devices(spec: TrainSpec, data: RunData) -> list[str]:
         kind, size = "images", plural(model.encoder.classes, "class", "es")
     return [
         f"devices: {where}, jax {jax.__version__}, mesh {axes}",
+        *describe_hosts(hosts(), addresses(), devices[0].platform),
         f"data: {count(data.train)} {kind}, {len(data.held_out):,} held out, {size}",
     ]
+
+
+def describe_hosts(names: Sequence[str], at: Sequence[str], platform: str) -> list[str]:
+    """Formats the line about the hosts of the processes and their addresses; none for one host.
+
+    Args:
+      names: host of each process.
+      at: address of each process.
+      platform: of the devices.
+    """
+    found: dict[str, str] = {}
+    for name, address in zip(names, at, strict=True):
+        # A process on the host of process 0 may know a loopback address only.
+        if name not in found or is_loopback(found[name]):
+            found[name] = address
+    if len(found) < 2:
+        return []
+    text = ", ".join(f"{name} ({address})" for name, address in found.items())
+    own = "" if platform == "cpu" else "; NCCL chooses its interfaces itself"
+    return [f"hosts: {text}, communicate by these addresses{own}"]
 
 
 def describe_model(spec: TrainSpec, data: RunData) -> list[str]:

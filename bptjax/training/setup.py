@@ -38,6 +38,7 @@ from bptjax.optim.schedule import describe_schedule
 from bptjax.parallel.distributed import (
     all_gather_json,
     assert_equal_across_processes,
+    connect_along,
     initialize,
     raise_together,
     translate_peer_errors,
@@ -180,6 +181,7 @@ def setup(config: Config, now: datetime | None = None) -> TrainingRun:
                 f"warning: {START} of this run is missing, with the date that its chats read; from "
                 f"here on they read {date}"
             )
+    connect_along(run.spec.mesh)
     spec, notes = complete_execution(run.spec, say, first=saved_execution(config))
     run = replace(run, config=spec.config, spec=spec, notes=[*run.notes, *notes])
     if config.train.epochs is not None:

@@ -10,7 +10,9 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
+from contextlib import nullcontext
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +22,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from tiers import fast
 
 from bptjax.run.checkpoint import CheckpointConfig, Checkpoints, DamagedCheckpointError
+from bptjax.run.checkpoint_files import watch_disk
 from bptjax.run.output import DiskFull
 
 
@@ -504,3 +507,41 @@ def test_arrays_are_those_of_the_metadata(tmp_path, leaves, name):
     file.write_text(json.dumps({"extra": {}, "leaves": leaves}))
     with pytest.raises(ValueError, match=f"checkpoints/1: {name} is .* must be the same"):
         Checkpoints(tmp_path).read(1, name)
+
+
+def test_a_disk_that_hangs_is_reported(tmp_path, monkeypatch):
+    """Not one that is slow or full: its saves report their own errors."""
+    done, hangs, told = threading.Event(), threading.Event(), []
+    answers = iter([nullcontext, lambda: time.sleep(0.1) or nullcontext(), lambda: open("/full/x")])
+
+    def write(dir):
+        assert dir == tmp_path
+        if (answer := next(answers, None)) is not None:
+            return answer()
+        hangs.set()
+        done.wait()  # For ever.
+        return nullcontext()
+
+    monkeypatch.setattr("bptjax.run.checkpoint_files.TemporaryFile", write)
+    limits = dict(every_s=0.01, limit_s=1.0)
+    thread = threading.Thread(
+        target=watch_disk,
+        args=(tmp_path, done, lambda x: told.append((x, done.set()))),
+        kwargs=limits,
+    )
+    thread.start()
+    assert hangs.wait(10) and not told
+    thread.join(10)
+    assert not thread.is_alive() and len(told) == 1
+    assert str(told[0][0]).startswith(f"{tmp_path}: the disk has not answered for 1 s; mend it")
+
+
+def test_files_of_a_watched_disk_do_not_stay(tmp_path):
+    done = threading.Event()
+    limits = dict(every_s=0.001, limit_s=60.0)
+    thread = threading.Thread(target=watch_disk, args=(tmp_path, done, None), kwargs=limits)
+    thread.start()
+    time.sleep(0.1)
+    done.set()
+    thread.join(10)
+    assert not thread.is_alive() and not list(tmp_path.iterdir())

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -77,6 +78,23 @@ def test_a_crash_is_followed_by_a_restart(run):
     assert "the run was killed by SIGSEGV (restart 2 of 4" in second
     assert "by SIGKILL, probably by the kernel because the host ran out of memory (" in third
     assert "the run was killed by signal 40 (restart 4 of 4" in fourth  # A real-time signal.
+
+
+@pytest.mark.parametrize("work", ["saving step 3", "compiling"])
+def test_a_stopped_run_is_restarted(run, work):
+    """Long before a run that only works for long."""
+    code, number, told = run(
+        f"""
+        if start == 0:
+            save(3)
+            beat("{work}")
+            os.kill(os.getpid(), signal.SIGSTOP)
+    """,
+        stop=0.2,
+    )
+    host = socket.gethostname()
+    assert (code, number) == (0, 2) and len(told) == 1
+    assert f"after a process on {host} was stopped by a signal for 0 s while {work}" in told[0]
 
 
 @pytest.mark.parametrize("code", [0, 2, 130, 143])
