@@ -29,7 +29,7 @@ from jaxlib import _jax
 from bptjax.parallel.launch import ProcessInfo, find_process, is_loopback
 from bptjax.parallel.mesh import ParallelConfig
 from bptjax.parallel.secret import VARIABLE, WrongSecret, demand_proof, prove, read_secret
-from bptjax.run.heartbeat import record_error
+from bptjax.run.heartbeat import LOST, record_error
 from bptjax.run.versions import computing_versions, describe_differences
 
 # Seconds within which all processes must connect.
@@ -82,12 +82,11 @@ class PeerLost(RuntimeError):
                 "network connects it"
             )
         super().__init__(
-            f"a peer process is lost: {why}; start all processes again to resume from the last "
-            "checkpoint"
+            f"{LOST}: {why}; start all processes again to resume from the last checkpoint"
         )
 
 
-def initialize(config: ParallelConfig) -> None:
+def initialize(config: ParallelConfig, process: ProcessInfo | None = None) -> None:
     """Joins the other processes of the run, if there are any. Call it before a JAX backend starts.
 
     Afterwards, a peer that ends unexpectedly also ends this process: with `PeerLost` inside
@@ -95,11 +94,14 @@ def initialize(config: ParallelConfig) -> None:
     after `REPORT_TIMEOUT_S`. If a peer does not connect within `INIT_TIMEOUT_S`, this process also
     ends with one line and exit code 1.
 
+    Args:
+      process: identity of this process; by default that of `find_process`.
+
     Raises:
       ValueError: as in `find_process`, or the coordinator's port is taken or on a host other than
         process 0's, or a process has other versions than process 0.
     """
-    process = find_process(config, os.environ)
+    process = process or find_process(config, os.environ)
     if process is None or jax.distributed.is_initialized():
         return
     # The preemption service would handle SIGTERM instead of Python.
@@ -147,7 +149,9 @@ def _introduce(process: ProcessInfo) -> None:
       ValueError: a process has other versions than process 0.
     """
     client: Any = jax_distributed.global_state.client
-    address = next((x for x in _addresses if not is_loopback(x)), _addresses[0])
+    # A single process has no connection.
+    addresses = [*_addresses, "127.0.0.1"]
+    address = next((x for x in addresses if not is_loopback(x)), addresses[0])
     own = dict(host=socket.gethostname(), address=address, versions=computing_versions())
     client.key_value_set(f"{MEMBERS}{process.index}", json.dumps(own))
     client.wait_at_barrier(MEMBERS, 1000 * INIT_TIMEOUT_S)
