@@ -1,4 +1,4 @@
-"""Takes hosts away from supervised runs on several hosts of one machine (see `hosts.py`), gives them
+"""Takes hosts from supervised runs on several hosts of one machine (see `hosts.py`), gives them
 back, and compares the runs with one undisturbed process. Needs Linux, root and iproute2.
 
     python scripts/fewer_hosts.py --out rows.jsonl

@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -217,9 +217,21 @@ def slurm_runs(start: Start) -> dict[str, Any]:
     return dict(exit=code) if code == 0 else dict(fault=out[-2000:])
 
 
-def submit(call: Callable[..., tuple[int, str]], start: Start, *flags: str) -> str:
-    """Submits the documented job. Returns its number."""
-    srun = f"srun --kill-on-bad-exit=0 {start.command('--supervise', *LONG)}"
+def submit(
+    call: Callable[..., tuple[int, str]],
+    start: Start,
+    *flags: str,
+    step: str = "",
+    run: Sequence[str] = LONG,
+) -> str:
+    """Submits the documented job. Returns its number.
+
+    Args:
+      flags: more flags of sbatch.
+      step: more flags of srun.
+      run: flags of the run.
+    """
+    srun = f"srun --kill-on-bad-exit=0 {step} {start.command('--supervise', *run)}"
     job = "sbatch --parsable --requeue --nodes=2 --ntasks-per-node=1 --output=job.out"
     code, out = call(f"{job} {' '.join(flags)} --wrap '{srun}'", 60)
     if code:
@@ -286,6 +298,20 @@ def slurm_node(start: Start) -> dict[str, Any]:
     return dict(flags=LONG, jobs=states)
 
 
+def slurm_fewer(start: Start) -> dict[str, Any]:
+    """Host 1 loses its power for good, and the job keeps its other node."""
+    flags = [*LONG, "--model.attention_dropout=0", "--parallel.host_wait_s=30"]
+    with slurm(start) as call:
+        job = submit(call, start, "--no-kill", step="--no-kill", run=flags)
+        start.wait(30)
+        start.cluster.link(1, up=False)
+        start.cluster.kill(1)
+        states = [until(call, job, "COMPLETED|FAILED|TIMEOUT|NODE_FAIL|PENDING")]
+        told = re.findall("without host1: .*", (start.run / "log.txt").read_text())
+        out = (start.work / "job.out").read_text().splitlines()
+    return dict(flags=flags, jobs=states, told=told, srun=[x for x in out if "srun" in x][-3:])
+
+
 STARTS: dict[str, tuple[int, Callable[[Start], dict[str, Any]]]] = {
     "ssh": (2, ssh_runs),
     "ssh, stopped and started again": (2, ssh_stops),
@@ -293,6 +319,7 @@ STARTS: dict[str, tuple[int, Callable[[Start], dict[str, Any]]]] = {
     "sbatch, ended before its time limit and submitted again": (2, slurm_time_limit),
     "sbatch, a process killed, then requeued": (2, slurm_kill),
     "sbatch, a node lost": (2, slurm_node),
+    "sbatch --no-kill, a node lost for good": (2, slurm_fewer),
 }
 
 

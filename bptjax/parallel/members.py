@@ -106,8 +106,8 @@ class Members:
         self._token = os.urandom(8).hex()
         # Last file of each other process, and when it last changed; None before the first change.
         self._seen: dict[int, tuple[str, float | None]] = {}
-        self._beats = 0
-        self._number = 0
+        self._own: dict[str, Any] = {}
+        self._beats = self._number = 0
         self._lock = threading.Lock()
         self.complete: Complete | None = None
         with suppress(OSError, ValueError, TypeError):

@@ -135,8 +135,7 @@ class Supervisor:
                 return code
             failures += 1
             self._say(
-                f"restarting after {reason} (restart {failures} of {most} without "
-                "a new checkpoint)"
+                f"restarting after {reason} (restart {failures} of {most} without a new checkpoint)"
             )
             self._sleep(self._limits.pause)
             if self._signal:

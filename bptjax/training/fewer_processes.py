@@ -3,6 +3,7 @@
 import os
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
@@ -26,12 +27,13 @@ def join(config: Config, process: ProcessInfo | None) -> tuple[ProcessInfo | Non
     Raises:
       ValueError, SystemExit: as `Members.join`.
     """
-    wait_s, several = config.parallel.host_wait_s, process is not None and process.count > 1
-    open_axis = -1 in axis_sizes(config.parallel).values()
-    if not several or not open_axis or wait_s is None or DIRECTORY not in os.environ:
+    wait_s, open_axis = config.parallel.host_wait_s, -1 in axis_sizes(config.parallel).values()
+    if process is None or process.count == 1 or wait_s is None:
+        return process, None
+    if not open_axis or DIRECTORY not in os.environ:
         return process, None
 
-    def choose(complete: Complete, present: list[int]) -> list[int]:
+    def choose(complete: Complete, present: Sequence[int]) -> list[int]:
         def fits(devices: int) -> bool:
             return _accumulation(config, devices, complete.global_batch) is not None
 

@@ -4,6 +4,7 @@ import subprocess
 import sys
 import time
 
+import fewer_hosts
 import pytest
 from hosts import Cluster, base_environment, finish, torchrun
 
@@ -44,3 +45,14 @@ def test_a_silent_host_is_named_in_one_line(cluster, tmp_path):
     for other, (code, lines) in zip(("host1", "host0"), ends, strict=True):
         assert code == 1 and len(lines) == 1
         assert f"lost: no answer from {other} for 40 s; check that the host runs" in lines[0]
+
+
+@pytest.mark.thorough
+def test_a_run_goes_on_without_a_host_until_it_returns(cluster, tmp_path):
+    """With the records and the losses of one process."""
+    cluster.close()  # The case makes hosts of its own.
+    row = fewer_hosts.compare(fewer_hosts.CASES[0], tmp_path / "case")
+    assert "fault" not in row and row["records"], row
+    without, returned = row["told"]
+    assert without.startswith("without host1: 1 of 2 processes, gradient_accumulation_steps=4 in")
+    assert returned.startswith("host1 has returned: going on from step ")

@@ -41,7 +41,9 @@ class Joining(threading.Thread):
         super().__init__(daemon=True)
         own = ProcessInfo("localhost:1234", 3, index, [index])
         self.members = Members(run_dir, own, choose, wait_s)
-        self.lines, self.info, self.error = [], None, None
+        self.lines: list[str] = []
+        self.info: ProcessInfo | None = None
+        self.error: BaseException | None = None
         self.start()
 
     def run(self):
