@@ -3,7 +3,7 @@
 The processes have one thing in common even if a host is lost, also that of process 0: the run
 directory. In it, each process keeps a file of its own and rewrites it again and again. A process
 whose file does not change for `SILENT_S` is lost, so no clocks are compared. The waiting process of
-the lowest index writes the next plan, a new file that exactly one process can create.
+the lowest index writes the next plan, a new file that only one process can create.
 """
 
 import json
@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from bptjax.parallel.launch import ProcessInfo, is_loopback
+from bptjax.parallel.mesh import LEAST_HOST_WAIT_S
 from bptjax.run.heartbeat import beat
 from bptjax.run.output import write_atomically
 
@@ -26,7 +27,7 @@ DIRECTORY, COMPLETE = "processes", "complete.json"
 # Seconds between signs of a process in training, and of a process that waits.
 RUNNING_S, WAITING_S = 5.0, 1.0
 # Seconds without a sign after which a process counts as lost.
-SILENT_S = 30.0
+SILENT_S = LEAST_HOST_WAIT_S
 
 
 @dataclass(frozen=True)
@@ -131,6 +132,14 @@ class Members:
         newest, told = self._newest(), ""
         arrived = since = time.monotonic()
         while True:
+            if (number := self._newest()) > newest and (plan := self._read(number)):
+                newest = number
+                if plan.error:
+                    raise ValueError(plan.error)
+                if plan.code is not None:
+                    raise SystemExit(plan.code)
+                if self._token in plan.tokens:
+                    return self._start(plan, number)
             others, now = self._look(), time.monotonic()
             running = sorted(i for i, other in others.items() if other["plan"] is not None)
             if running:
@@ -145,20 +154,13 @@ class Members:
             if (leads or running) and text != told and now - arrived > SILENT_S / 2:
                 told = text
                 tell(f"waiting for {text}")
-            if (number := self._newest()) > newest and (plan := self._read(number)):
-                newest = number
-                if plan.error:
-                    raise ValueError(plan.error)
-                if plan.code is not None:
-                    raise SystemExit(plan.code)
-                if self._token in plan.tokens:
-                    return self._start(plan, number)
-            elif leads:
+            if leads:
                 self._decide(newest, others, absent, now - since)
             time.sleep(WAITING_S)
 
     def begin(self, complete: Complete) -> None:
-        """Keeps the facts of this start if it has all processes, and shows these that it runs."""
+        """Keeps the facts of a start with all processes, and shows the others that this one runs.
+        Call it after all checks."""
         if self.missing:
             return
         self.complete = complete
@@ -287,15 +289,18 @@ class Members:
         return 0
 
     def _read(self, number: int) -> Plan | None:
-        """Returns a plan; None while it is being written."""
+        """Returns a plan; None if there is none of this number."""
         with suppress(OSError, ValueError, TypeError):
             return Plan(**json.loads((self.directory / f"plan{number}.json").read_text()))
         return None
 
     def _create(self, number: int, plan: Plan) -> None:
         """Writes a plan, unless another process has written one of this number."""
-        with suppress(FileExistsError), (self.directory / f"plan{number}.json").open("x") as file:
-            file.write(json.dumps(asdict(plan)) + "\n")
+        fresh = self.directory / f".plan.{self._token}.tmp"
+        fresh.write_text(json.dumps(asdict(plan)) + "\n")
+        with suppress(FileExistsError):
+            os.link(fresh, self.directory / f"plan{number}.json")
+        fresh.unlink()
         for old in range(number - 10, number - 1):
             (self.directory / f"plan{old}.json").unlink(missing_ok=True)
 

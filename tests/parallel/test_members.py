@@ -65,34 +65,67 @@ def test_all_processes_start_at_once(run_dir):
     assert [each.members.missing for each in three] == [[], [], []]
     # The files of processes that have ended count for nothing.
     (run_dir / DIRECTORY / "1.json").write_text((run_dir / DIRECTORY / "0.json").read_text())
-    alone = Members(run_dir, ProcessInfo("localhost:1234", 3, 0, None), choose_all, 600.0)
+    alone = member(run_dir, 0)
     assert alone._look() == {} and alone._look() == {}
 
 
+def member(run_dir, index, choose=choose_all, wait_s=600.0):
+    return Members(run_dir, ProcessInfo("localhost:1234", 3, index, None), choose, wait_s)
+
+
+def waiting(index, waited):
+    """The file of a waiting process."""
+    return dict(token=str(index), address=f"{index}:1234", waited=waited, plan=None)
+
+
 def test_processes_go_on_without_a_missing_one(run_dir):
-    """After `wait_s`, also without process 0, whose place the next takes."""
-    start = time.monotonic()
-    pair = [Joining(run_dir, index, wait_s=3.0) for index in (1, 2)]
-    found = [each.result() for each in pair]
-    assert time.monotonic() - start > 3
-    assert found == [ProcessInfo("localhost:1234", 2, i, [1 + i]) for i in range(2)]
-    assert [each.members.missing for each in pair] == [["a"], ["a"]]
-    assert [each.members.is_first for each in pair] == [True, False]
+    """Once one of them has waited for `wait_s`, also without process 0, whose place the next
+    takes; and at once after a start without it, except for late processes."""
+    one = member(run_dir, 1)
+    one._own = waiting(1, 0.0)
+    one._decide(0, {2: waiting(2, 599.0)}, [0], 598.0)
+    assert one._newest() == 0
+    one._decide(0, {2: waiting(2, 601.0)}, [0], 0.0)
+    plan = one._read(1)
+    assert plan == Plan([1, 2], ["1", "2"], "1:1234")
+    one._decide(1, {2: waiting(2, 29.0)}, [0], 0.0)
+    assert one._newest() == 1
+    one._decide(1, {2: waiting(2, 31.0)}, [0], 0.0)
+    assert one._newest() == 2
+    one._decide(2, {}, [0, 2], 31.0)  # The start before had process 2.
+    assert one._newest() == 2
+    one._decide(2, {}, [0, 2], 601.0)
+    assert one._read(3) == Plan([1], ["1"], "1:1234")
+    one.plan = plan
+    assert one.missing == ["a"] and one.is_first
+
+
+def test_processes_that_cannot_keep_the_batch_refuse_together(run_dir):
+    zero = member(run_dir, 0, lambda complete, present: [])
+    zero._decide(0, {1: waiting(1, 601.0)}, [2], 0.0)
+    error = (
+        "a and b: must have devices for the axes of parallel, in a number that divides the 12 "
+        "sequences of a step; start c too"
+    )
+    assert zero._read(1) == Plan(code=2, error=error)
 
 
 @pytest.mark.thorough
-def test_a_returning_process_is_found_and_waits_for_its_turn(run_dir):
-    pair = [Joining(run_dir, index, wait_s=3.0) for index in (1, 2)]
-    assert [each.result() is not None for each in pair] == [True, True]
+def test_a_returning_process_waits_for_its_turn(run_dir):
+    pair = [Joining(run_dir, index, wait_s=40.0) for index in (1, 2)]
+    found = [each.result(200) for each in pair]
+    assert found == [ProcessInfo("localhost:1234", 2, i, [1 + i]) for i in range(2)]
+    assert pair[0].lines == ["waiting for a for up to 40 s"] and pair[1].lines == []
     first = pair[0].members
     assert first.returned() == ""
-    back = Joining(run_dir, 0, wait_s=3.0)
-    deadline = time.monotonic() + 30
-    while not first.returned() and time.monotonic() < deadline:
+    back = Joining(run_dir, 0, wait_s=40.0)
+    deadline = time.monotonic() + 100
+    while not (first.returned() and back.lines) and time.monotonic() < deadline:
         time.sleep(0.5)
     assert first.returned() == "a" and back.is_alive()
-    time.sleep(10)
     assert back.lines == ["waiting for the next checkpoint, or the end, of the run on b and c"]
+    pair[1].members.end(0)  # Of another process than the first.
+    assert back.is_alive()
     first.end(143)
     back.result()
     assert isinstance(back.error, SystemExit) and back.error.code == 143
@@ -103,8 +136,8 @@ def test_a_process_that_could_not_share_the_batch_waits(run_dir):
     def choose(complete, present):
         return choose_members(complete, present, lambda devices: devices != 4)
 
-    pair = [Joining(run_dir, index, wait_s=3.0, choose=choose) for index in (0, 2)]
-    assert pair[0].result() == ProcessInfo("localhost:1234", 1, 0, [0])
+    pair = [Joining(run_dir, index, wait_s=40.0, choose=choose) for index in (0, 2)]
+    assert pair[0].result(200) == ProcessInfo("localhost:1234", 1, 0, [0])
     assert pair[0].members.missing == ["b", "c"]
     time.sleep(12)
     assert pair[0].members.returned() == "" and pair[1].is_alive()
@@ -113,26 +146,13 @@ def test_a_process_that_could_not_share_the_batch_waits(run_dir):
     assert str(pair[1].error) == "the run on a was refused; its output says why"
 
 
-def test_processes_that_cannot_keep_the_batch_refuse_together(run_dir):
-    pair = [Joining(run_dir, i, wait_s=4.0, choose=lambda complete, present: []) for i in (0, 1)]
-    for each in pair:
-        assert each.result() is None and isinstance(each.error, ValueError)
-        assert str(each.error) == (
-            "a and b: must have devices for the axes of parallel, in a number that divides the 12 "
-            "sequences of a step; start c too"
-        )
-
-
 def test_only_one_process_writes_a_plan(run_dir):
-    one, other = (
-        Members(run_dir, ProcessInfo("localhost:1234", 3, i, None), choose_all, 600.0)
-        for i in range(2)
-    )
+    one, other = member(run_dir, 0), member(run_dir, 1)
     one._create(1, Plan([0], ["x"], "a:1"))
     other._create(1, Plan([1], ["y"], "b:1"))
     assert one._read(1) == other._read(1) == Plan([0], ["x"], "a:1")
-    (run_dir / DIRECTORY / "plan2.json").touch()  # Its writer has ended.
-    assert one._newest() == 2 and one._read(2) is None
+    assert one._newest() == 1 and one._read(2) is None
+    assert not list((run_dir / DIRECTORY).glob(".*"))
 
 
 def test_the_first_start_needs_all_processes(tmp_path, run_dir):
@@ -140,11 +160,10 @@ def test_the_first_start_needs_all_processes(tmp_path, run_dir):
     own = ProcessInfo("localhost:1234", 4, 0, None)
     assert Members(run_dir, own, choose_all, 600.0).complete is None
     (run_dir / DIRECTORY / COMPLETE).unlink()
-    own = ProcessInfo("localhost:1234", 3, 0, None)
-    members = Members(run_dir, own, choose_all, 600.0)
+    members = member(run_dir, 0)
     assert members.complete is None
     members.begin(THREE)
-    assert Members(run_dir, own, choose_all, 600.0).complete == THREE
+    assert member(run_dir, 0).complete == THREE
 
 
 def test_whole_hosts_are_preferred():
