@@ -28,10 +28,12 @@ from tiny_run import metrics, write_texts
 STEPS = 60
 FLAGS = [
     *(f"--train.max_steps={STEPS}", "--train.eval_steps=15", "--train.eval_batches=1"),
-    *("--train.seq_len=512", "--checkpoint.save_steps=5", "--optimizer.learning_rate=1e-3"),
+    *("--train.seq_len=256", "--checkpoint.save_steps=5", "--optimizer.learning_rate=1e-3"),
     *("--model.attention_dropout=0", "--model.hidden_size=32", "--model.num_layers=2"),
     "--parallel.host_wait_s=30",
 ]
+# Time after which a run has failed, long enough for a busy machine.
+LONGEST_S = 1800
 # Text of the log when a run goes on without hosts.
 WITHOUT = re.compile(r"without (host.*?): (.*)")
 RETURNED = re.compile(r"(host.*) has returned: going on from step (\d+) with it")
@@ -80,6 +82,10 @@ def start(cluster: Cluster, case: Case, work: Path, hosts: Sequence[int]) -> lis
     for index in range(case.count):
         if (host := index // case.per_host) in hosts:
             environment = base_environment(work, 1) | torchrun(case.count, index, case.hosts)[0]
+            environment |= {
+                "JAX_COMPILATION_CACHE_DIR": str(work / "compiled"),
+                "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+            }
             command = [sys.executable, "-m", "bptjax", "train", "--supervise", *flags(case)]
             command += [f"--config={work / 'config.yaml'}", f"--run_dir={cluster.shared / 'run'}"]
             started.append(cluster.start(host, command, environment))
@@ -92,7 +98,7 @@ def flags(case: Case) -> list[str]:
 
 def wait(run: Path, processes: Sequence[subprocess.Popen[str]], pattern: str) -> None:
     """Waits for a pattern in the log or a step in the metrics of a run."""
-    log, deadline = run / "log.txt", time.monotonic() + 300
+    log, deadline = run / "log.txt", time.monotonic() + LONGEST_S
     while time.monotonic() < deadline and any(process.poll() is None for process in processes):
         if log.exists() and re.search(pattern, log.read_text()):
             return
@@ -118,7 +124,7 @@ def disturb(case: Case, work: Path) -> tuple[list[tuple[int, list[str]]], list[s
             for host in case.lost:
                 cluster.link(host, up=True)
             kept += start(cluster, case, work, case.lost)
-        return finish(kept, 400), (run / "log.txt").read_text().splitlines()
+        return finish(kept, LONGEST_S), (run / "log.txt").read_text().splitlines()
 
 
 def cursor(run: Path) -> Any:
