@@ -36,7 +36,7 @@ FLAGS = [
 LONGEST_S = 1800
 # Text of the log when a run goes on without hosts.
 WITHOUT = re.compile(r"without (host.*?): (.*)")
-RETURNED = re.compile(r"(host.*) has returned: going on from step (\d+) with it")
+RETURNED = re.compile(r"with (host.*) again: going on from step (\d+)")
 
 
 @dataclass(frozen=True)

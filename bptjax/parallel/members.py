@@ -55,6 +55,7 @@ class Plan:
       members: indices of the processes, in the order of their new indices.
       tokens: the token of each; a process draws one at each start.
       coordinator: host:port of the first.
+      spare: indices of processes that are present but do not start.
       code: exit code of the run's end; None if processes start.
       error: why the run ends.
     """
@@ -62,6 +63,7 @@ class Plan:
     members: list[int] = field(default_factory=list)
     tokens: list[str] = field(default_factory=list)
     coordinator: str = ""
+    spare: list[int] = field(default_factory=list)
     code: int | None = None
     error: str = ""
 
@@ -184,6 +186,11 @@ class Members:
         absent = {*range(self.process.count)} - {*self.plan.members}
         return list(dict.fromkeys(self.complete.hosts[i] for i in sorted(absent)))
 
+    @property
+    def spare(self) -> str:
+        """Hosts of the processes that are present but do not take part; empty if there are none."""
+        return self._names(self.plan.spare) if self.plan else ""
+
     def returned(self) -> str:
         """Returns the hosts of waiting processes with which more could take part; empty if there
         are none. Call it in process 0 of the start."""
@@ -233,7 +240,8 @@ class Members:
             return
         files = {i: self._own if i == self.process.index else others[i] for i in chosen}
         tokens = [file["token"] for file in files.values()]
-        self._create(newest + 1, Plan(chosen, tokens, files[chosen[0]]["address"]))
+        spare = sorted(present - {*chosen})
+        self._create(newest + 1, Plan(chosen, tokens, files[chosen[0]]["address"], spare))
 
     def _start(self, plan: Plan, number: int) -> ProcessInfo:
         self.plan, self._number = plan, number

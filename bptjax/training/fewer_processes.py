@@ -79,8 +79,10 @@ def describe_missing(given: Config, spec: TrainSpec, members: Members | None) ->
         text += f"gradient_accumulation_steps={own} in place of {before} keeps "
     else:
         text += "with "
-    text += f"the {plural(spec.global_batch_size, 'sequence')} of a step; results are equal up to "
-    text += "rounding"
+    text += f"the {plural(spec.global_batch_size, 'sequence')} of a step"
+    if members.spare:
+        text += f"; {members.spare} can only wait, as more processes do not divide them"
+    text += "; results are equal up to rounding"
     rates = [getattr(spec.model, f.name) for f in fields(spec.model) if f.name.endswith("dropout")]
     if own != before and (any(rates) or spec.config.adapter.dropout):
         text += ", but dropout draws other random numbers"

@@ -433,7 +433,7 @@ def _finish(loop: TrainLoop) -> None:
         where = loop.checkpoints.directory / str(loop.done)
         end = f"saved step {loop.done} in {where}; the same command continues from there"
         if not loop.stopped:
-            end = f"{loop.returned} has returned: going on from step {loop.done} with it"
+            end = f"with {loop.returned} again: going on from step {loop.done}"
         log(end)
         loop.facts["end"] = end
         return

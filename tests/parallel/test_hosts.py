@@ -55,4 +55,4 @@ def test_a_run_goes_on_without_a_host_until_it_returns(cluster, tmp_path):
     assert "fault" not in row and row["records"], row
     without, returned = row["told"]
     assert without.startswith("without host1: 1 of 2 processes, gradient_accumulation_steps=4 in")
-    assert returned.startswith("host1 has returned: going on from step ")
+    assert returned.startswith("with host1 again: going on from step ")

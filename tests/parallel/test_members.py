@@ -62,6 +62,7 @@ def test_all_processes_start_at_once(run_dir):
     three = [Joining(run_dir, index) for index in range(3)]
     found = [each.result() for each in three]
     assert found == [ProcessInfo("localhost:1234", 3, index, [index]) for index in range(3)]
+    assert [each.members.spare for each in three] == ["", "", ""]
     assert [each.members.missing for each in three] == [[], [], []]
     # The files of processes that have ended count for nothing.
     (run_dir / DIRECTORY / "1.json").write_text((run_dir / DIRECTORY / "0.json").read_text())
@@ -138,7 +139,7 @@ def test_a_process_that_could_not_share_the_batch_waits(run_dir):
 
     pair = [Joining(run_dir, index, wait_s=40.0, choose=choose) for index in (0, 2)]
     assert pair[0].result(200) == ProcessInfo("localhost:1234", 1, 0, [0])
-    assert pair[0].members.missing == ["b", "c"]
+    assert pair[0].members.missing == ["b", "c"] and pair[0].members.spare == "c"
     time.sleep(12)
     assert pair[0].members.returned() == "" and pair[1].is_alive()
     pair[0].members.end(2)

@@ -64,6 +64,15 @@ def test_dropout_is_named(tmp_path):
     assert line.endswith("up to rounding, but dropout draws other random numbers")
 
 
+def test_processes_that_wait_are_named(tmp_path):
+    given, members = config(), without_one(tmp_path, 32)
+    members.plan = Plan([1], ["x"], "host1:1234", [0])
+    kept, model = keep_global_batch(given, members), ModelConfig(vocab_size=64)
+    spec = TrainSpec(kept, model, make_mesh(given.parallel))
+    (line,) = describe_missing(given, spec, members)
+    assert "; host0 can only wait, as more processes do not divide them; results" in line
+
+
 def test_a_batch_that_the_devices_do_not_divide_is_refused(tmp_path):
     with pytest.raises(ValueError, match="8 devices without host0: must divide the 20 sequences"):
         keep_global_batch(config(), without_one(tmp_path, 20))
