@@ -30,7 +30,7 @@ FLAGS = [
     *(f"--train.max_steps={STEPS}", "--train.eval_steps=15", "--train.eval_batches=1"),
     *("--train.seq_len=256", "--checkpoint.save_steps=5", "--optimizer.learning_rate=1e-3"),
     *("--model.attention_dropout=0", "--model.hidden_size=32", "--model.num_layers=2"),
-    "--parallel.host_wait_s=30",
+    "--parallel.host_wait_s=60",
 ]
 # Time after which a run has failed, long enough for a busy machine.
 LONGEST_S = 1800

@@ -131,7 +131,7 @@ class Members:
         """
         address = _own_address(self.process)
         self.directory.mkdir(exist_ok=True)
-        newest, told = self._newest(), ""
+        newest, told = self._newest(), set[str]()
         arrived = since = time.monotonic()
         while True:
             if (number := self._newest()) > newest and (plan := self._read(number)):
@@ -149,13 +149,15 @@ class Members:
             self._write(plan=None, address=address, waited=now - since)
             absent = sorted({*range(self.process.count)} - {*others} - {self.process.index})
             leads = not running and self.process.index < min(others, default=self.process.count)
-            text = f"{self._names(absent)} for up to {self._wait_s:,.0f} s"
+            text = f"waiting for {self._names(absent)} for up to {self._wait_s:,.0f} s"
             if running:
                 text = f"the next checkpoint, or the end, of the run on {self._names(running)}"
-            beat(f"waiting for {text}")
-            if (leads or running) and text != told and now - arrived > SILENT_S / 2:
-                told = text
-                tell(f"waiting for {text}")
+                text = f"waiting for {text}"
+            beat(text)
+            if (running or (leads and absent)) and now - arrived > SILENT_S / 2:
+                if text not in told:
+                    tell(text)
+                told.add(text)
             if leads:
                 self._decide(newest, others, absent, now - since)
             time.sleep(WAITING_S)
