@@ -29,7 +29,7 @@ from jaxlib import _jax
 from bptjax.parallel.launch import ProcessInfo, find_process, is_loopback
 from bptjax.parallel.mesh import ParallelConfig
 from bptjax.parallel.secret import VARIABLE, WrongSecret, demand_proof, prove, read_secret
-from bptjax.run.heartbeat import LOST, record_error
+from bptjax.run.heartbeat import record_error
 from bptjax.run.versions import computing_versions, describe_differences
 
 # Seconds within which all processes must connect.
@@ -82,7 +82,8 @@ class PeerLost(RuntimeError):
                 "network connects it"
             )
         super().__init__(
-            f"{LOST}: {why}; start all processes again to resume from the last checkpoint"
+            f"a peer process is lost: {why}; start all processes again to resume from the last "
+            "checkpoint"
         )
 
 
@@ -149,9 +150,7 @@ def _introduce(process: ProcessInfo) -> None:
       ValueError: a process has other versions than process 0.
     """
     client: Any = jax_distributed.global_state.client
-    # A single process has no connection.
-    addresses = [*_addresses, "127.0.0.1"]
-    address = next((x for x in addresses if not is_loopback(x)), addresses[0])
+    address = next((x for x in _addresses if not is_loopback(x)), _addresses[0])
     own = dict(host=socket.gethostname(), address=address, versions=computing_versions())
     client.key_value_set(f"{MEMBERS}{process.index}", json.dumps(own))
     client.wait_at_barrier(MEMBERS, 1000 * INIT_TIMEOUT_S)
@@ -211,6 +210,8 @@ def _start_relay(process: ProcessInfo, path: str) -> str:
     host, _, port = process.coordinator.rpartition(":")
     host = host.strip("[]")
     if process.index == 0:
+        if process.count == 1:
+            _addresses.append("127.0.0.1")  # No other process connects.
         try:
             listeners = listen(host, int(port))
         except OSError as error:

@@ -7,6 +7,7 @@ from dataclasses import asdict
 
 import pytest
 
+from bptjax.parallel.distributed import PeerLost
 from bptjax.parallel.launch import ProcessInfo
 from bptjax.parallel.members import (
     COMPLETE,
@@ -18,6 +19,7 @@ from bptjax.parallel.members import (
     choose_members,
 )
 from bptjax.parallel.mesh import ParallelConfig, shards_on
+from bptjax.run.heartbeat import LOST
 
 THREE = Complete(["a", "b", "c"], [2, 2, 2], global_batch=12, micro_batch=6)
 
@@ -190,6 +192,10 @@ def test_whole_hosts_are_preferred():
 )
 def test_shards_on_a_number_of_devices(sizes, devices, shards):
     assert shards_on(ParallelConfig(**sizes), devices) == shards
+
+
+def test_the_supervisor_knows_the_loss_of_a_process():
+    assert str(PeerLost()).startswith(f"{LOST}: ")
 
 
 def test_the_wait_has_a_least_value():
