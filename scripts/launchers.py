@@ -300,7 +300,8 @@ def slurm_node(start: Start) -> dict[str, Any]:
 
 def slurm_fewer(start: Start) -> dict[str, Any]:
     """Host 1 loses its power for good, and the job keeps its other node."""
-    flags = [*LONG, "--model.attention_dropout=0", "--parallel.host_wait_s=30"]
+    flags = ["--train.max_steps=80", *LONG[1:], "--model.attention_dropout=0"]
+    flags += ["--parallel.fsdp=-1", "--parallel.host_wait_s=30"]
     with slurm(start) as call:
         job = submit(call, start, "--no-kill", step="--no-kill", run=flags)
         start.wait(30)
