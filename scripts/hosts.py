@@ -387,11 +387,11 @@ def losses(run: Path) -> dict[tuple[int, str], float]:
     return {(r["step"], name): r[name] for r in metrics(run) for name in names if name in r}
 
 
-def alone(work: Path, devices: int) -> dict[tuple[int, str], float]:
-    """Returns the losses of one process with as many devices."""
+def alone(work: Path, devices: int, *more: str) -> dict[tuple[int, str], float]:
+    """Returns the losses of one process with as many devices, and `more` flags."""
     run = work / "alone"
     command = [sys.executable, "-m", "bptjax.train", f"--config={work / 'config.yaml'}"]
-    command.append(f"--run_dir={run}")
+    command += [f"--run_dir={run}", *more]
     environment = base_environment(work, devices)
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     if done.returncode:

@@ -104,8 +104,16 @@ def main(argv: list[str] | None = None) -> int:
     # Silence grain and orbax before absl is set up, and jax about an unused GPU.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     from bptjax.parallel.distributed import exit_without_barriers
+    from bptjax.parallel.members import end_run
+    from bptjax.run.supervise import FINAL
 
-    return exit_without_barriers(lambda: run_command(_train, argv))
+    def train_and_tell() -> int:
+        code = run_command(_train, argv)
+        if code in FINAL:
+            end_run(code)
+        return code
+
+    return exit_without_barriers(train_and_tell)
 
 
 def _train(argv: list[str]) -> int:

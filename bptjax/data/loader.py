@@ -191,11 +191,13 @@ def eval_loader(
     batch_size: int,
     encoding: Encoding = Encoding(),  # noqa: B008 (frozen)
     max_batches: int | None = None,
+    sampled_batch_size: int | None = None,
 ) -> Evaluation:
     """Returns the batches of an evaluation. Each batch holds documents of one source, and padding
     completes each source's last batch.
 
-    With `max_batches`, the batches hold a sample; see `sample.sample`.
+    With `max_batches`, the batches hold a sample; see `sample.sample`. The sample is that of
+    batches of `sampled_batch_size` sequences, by default `batch_size`.
     """
     reader = encoding.reader(processor, config, seq_len)
     names, files = [""], [documents]
@@ -208,7 +210,8 @@ def eval_loader(
             found,
             packing=config.packing,
             batches=max_batches,
-            batch_size=batch_size,
+            batch_size=sampled_batch_size or batch_size,
+            loaded_batch_size=batch_size,
             seed=config.seed,
         )
         found = drawn.sources

@@ -82,7 +82,13 @@ def random_order(count: int, seed: int) -> np.ndarray:
 
 
 def sample(
-    sources: Sequence[Records], *, packing: str, batches: int, batch_size: int, seed: int
+    sources: Sequence[Records],
+    *,
+    packing: str,
+    batches: int,
+    batch_size: int,
+    seed: int,
+    loaded_batch_size: int | None = None,
 ) -> Sample:
     """Samples up to `batches` batches of one source each, or one per source if there are more.
 
@@ -90,6 +96,9 @@ def sample(
     shares of tokens in the sample as in the documents read, to within a piece. All documents are
     read if they have up to `POOL_TOKENS` tokens or fill up to `POOL` times the sample, otherwise a
     random subset. The sample depends only on the documents, the arguments and the seed.
+
+    Args:
+      loaded_batch_size: number of sequences in each of `Sample.batches`; by default `batch_size`.
     """
     most, reader = max(batches, len(sources)), sources[0].reader
     sizes = np.array([len(records) for records in sources])
@@ -109,7 +118,7 @@ def sample(
     own = [[piece for piece in chosen if piece.source == s] for s in range(len(sources))]
     return Sample(
         [_packable(records, found) for records, found in zip(sources, own, strict=True)],
-        _batches(chosen, packing, reader.seq_len, batch_size),
+        _batches(chosen, packing, reader.seq_len, loaded_batch_size or batch_size),
         len({(piece.source, piece.index) for piece in chosen}),
         every and len(chosen) == len(pieces),
     )

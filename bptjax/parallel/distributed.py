@@ -104,7 +104,7 @@ def describe_end(host: str) -> str:
     return f"{who} has ended, and its output says why"
 
 
-def initialize(config: ParallelConfig) -> None:
+def initialize(config: ParallelConfig, process: ProcessInfo | None = None) -> None:
     """Joins the other processes of the run, if there are any. Call it before a JAX backend starts.
 
     Afterwards, a peer that ends unexpectedly also ends this process: with `PeerLost` inside
@@ -112,11 +112,14 @@ def initialize(config: ParallelConfig) -> None:
     after `REPORT_TIMEOUT_S`. If a peer does not connect within `INIT_TIMEOUT_S`, this process also
     ends with one line and exit code 1.
 
+    Args:
+      process: identity of this process; by default that of `find_process`.
+
     Raises:
       ValueError: as in `find_process`, or the coordinator's port is taken or on a host other than
         process 0's, or a process has other versions than process 0.
     """
-    process = find_process(config, os.environ)
+    process = process or find_process(config, os.environ)
     if process is None or jax.distributed.is_initialized():
         return
     # The preemption service would handle SIGTERM instead of Python.
@@ -255,6 +258,8 @@ def _start_relay(process: ProcessInfo, path: str) -> str:
     host, _, port = process.coordinator.rpartition(":")
     host = host.strip("[]")
     if process.index == 0:
+        if process.count == 1:
+            _addresses.append("127.0.0.1")  # No other process connects.
         try:
             listeners = listen(host, int(port))
         except OSError as error:

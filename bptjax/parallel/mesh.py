@@ -22,6 +22,8 @@ from bptjax.run.output import FULL_DISK
 
 # Fraction of a GPU's memory for JAX. Libraries, contexts and other programs need little.
 MEMORY_FRACTION = "0.93"
+# Minimum of parallel.host_wait_s, in which every process shows that it is there.
+LEAST_HOST_WAIT_S = 30
 # Exists if the driver sees a GPU.
 NVIDIA = "/dev/nvidia0"
 # Memory limit of a container, in cgroups v2 and v1.
@@ -69,6 +71,8 @@ class ParallelConfig:
       coordinator: host:port of process 0. If not set, taken from the environment.
       num_processes: number of processes. If not set, taken from the environment.
       process_id: index of this process, from 0. If not set, taken from the environment.
+      host_wait_s: seconds that a run with --supervise waits for missing processes before it goes on
+        without them, if an axis is -1; at least 30. null waits for all.
 
     Rajbhandari et al. 2019, arXiv 1910.02054, for zero_stage.
     """
@@ -83,6 +87,14 @@ class ParallelConfig:
     coordinator: str | None = None
     num_processes: int | None = None
     process_id: int | None = None
+    host_wait_s: float | None = 600.0
+
+    def __post_init__(self):
+        if self.host_wait_s is not None and not self.host_wait_s >= LEAST_HOST_WAIT_S:
+            raise ValueError(
+                f"parallel.host_wait_s={self.host_wait_s}: must be at least "
+                f"{LEAST_HOST_WAIT_S}, or null to wait for all processes"
+            )
 
 
 def select_devices(device: str) -> list[jax.Device]:
@@ -201,6 +213,17 @@ def num_shards(mesh: Mesh | AbstractMesh, axis: str) -> int:
 def data_shards(mesh: Mesh | AbstractMesh) -> int:
     """Returns the number of shards of the batch."""
     return num_shards(mesh, "batch")
+
+
+def shards_on(config: ParallelConfig, devices: int) -> int | None:
+    """Returns the number of shards of the batch on a number of devices; None if the set axes do not
+    divide it, or no axis is -1."""
+    sizes = axis_sizes(config)
+    fixed = math.prod(size for size in sizes.values() if size != -1)
+    if devices % fixed or -1 not in sizes.values():
+        return None
+    rest = devices // fixed
+    return math.prod(rest if sizes[name] == -1 else sizes[name] for name in RULES["batch"])
 
 
 def make_mesh(config: ParallelConfig, devices: list | None = None) -> Mesh:

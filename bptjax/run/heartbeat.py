@@ -15,6 +15,10 @@ from pathlib import Path
 # Environment variable with the path of the directory, and the files in that directory.
 DIRECTORY = "BPTJAX_SUPERVISOR"
 BEAT, ERROR, RUN_DIR, STACKS = "beat", "error", "run_dir", "stacks"
+# Exit code of a run that its supervisor is to start again with processes that have returned.
+AGAIN = 75
+# Start of the error of a run that has lost another process.
+LOST = "a peer process is lost"
 # Minimum size of a file in bytes.
 SIZE = 1024
 

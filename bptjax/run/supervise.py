@@ -17,7 +17,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from bptjax.run.child_python import python_environment
-from bptjax.run.heartbeat import BEAT, DIRECTORY, ERROR, RUN_DIR, STACKS
+from bptjax.run.heartbeat import AGAIN, BEAT, DIRECTORY, ERROR, LOST, RUN_DIR, STACKS
 from bptjax.run.metrics import append_log
 from bptjax.run.output import plural
 
@@ -31,7 +31,8 @@ class Limits:
     """Patience of a supervisor. Durations are in seconds.
 
     Attributes:
-      restarts: number of restarts without a new checkpoint after which the supervisor gives up.
+      restarts: number of restarts without a new checkpoint after which the supervisor gives up;
+        twice as many if the last failure was the loss of another process.
       step: duration without a new step after which the process counts as hung, if it also exceeds
         step_factor times the median duration of a step.
       work: duration without a heartbeat after which the process counts as hung during other
@@ -134,16 +135,19 @@ class Supervisor:
             code, reason = self._run_once()
             if self._signal or code in FINAL:
                 return code
+            if code == AGAIN:
+                continue
             if (now := self._newest()) > newest:
                 failures, newest = 0, now
-            if failures == self._limits.restarts:
+            # A process that fails gives up before the others, which may go on without it.
+            most = self._limits.restarts * (2 if LOST in reason else 1)
+            if failures >= most:
                 restarts = plural(failures, "restart")
                 self._say(f"{reason}; not restarted, as {restarts} brought no new checkpoint")
                 return code
             failures += 1
             self._say(
-                f"restarting after {reason} (restart {failures} of {self._limits.restarts} without "
-                "a new checkpoint)"
+                f"restarting after {reason} (restart {failures} of {most} without a new checkpoint)"
             )
             self._sleep(self._limits.pause)
             if self._signal:

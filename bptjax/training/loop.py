@@ -21,13 +21,14 @@ from bptjax.parallel.distributed import (
     translate_peer_errors,
 )
 from bptjax.run.checkpoint import Best, Checkpoints
-from bptjax.run.heartbeat import beat
+from bptjax.run.heartbeat import AGAIN, beat
 from bptjax.run.metrics import Throughput
 from bptjax.run.output import plural
 from bptjax.run.progress import Progress
 from bptjax.run.versions import computing_versions
 from bptjax.training.compilation import StepCompiler
 from bptjax.training.eval_tasks import METRIC, measure
+from bptjax.training.fewer_processes import begin
 from bptjax.training.guards import (
     RunFailed,
     diverged,
@@ -53,8 +54,8 @@ BAD_DATA = 1
 
 @translate_peer_errors()
 def train(run: TrainingRun, *, profile: bool = False) -> int:
-    """Trains to the last step or until a signal. Returns the exit code: 0, 130 (Ctrl-C) or 143
-    (SIGTERM).
+    """Trains to the last step or until a signal. Returns the exit code: 0, 130 (Ctrl-C), 143
+    (SIGTERM), or `AGAIN` if missing processes have returned.
 
     Args:
       profile: profile a step; see `ProfiledStep`.
@@ -77,6 +78,7 @@ def train(run: TrainingRun, *, profile: bool = False) -> int:
         if first:
             # Write only after every check: a refused start must not touch the run directory.
             write_config(run.directory, run.config)
+        begin(run.spec, run.members)
         logs = stack.enter_context(open_logs(run, start.step, start.extra.get("logged", {})))
         stopped = stack.enter_context(stop_signals())
         if first and start.step < run.spec.steps:
@@ -92,6 +94,8 @@ def train(run: TrainingRun, *, profile: bool = False) -> int:
         loop.train(stopped)
         _finish(loop)
     shutdown()
+    if loop.returned and not loop.stopped:
+        return AGAIN
     return 128 + loop.stopped if loop.stopped else 0
 
 
@@ -101,6 +105,7 @@ class TrainLoop:
     Attributes:
       done: number of optimizer steps done.
       stopped: number of the signal that ended the run, or 0.
+      returned: hosts of missing processes that have returned; empty if there are none.
       best: best evaluation.
     """
 
@@ -121,7 +126,7 @@ class TrainLoop:
           profile: profile the third step from here, or the last step of a shorter run.
         """
         self.run, self.checkpoints, self.logs = run, checkpoints, logs
-        self.state, self.stopped, self.facts = state, 0, facts
+        self.state, self.stopped, self.returned, self.facts = state, 0, "", facts
         self._continue(start)
         self._throughput = Throughput()
         self._evaluate = evaluator(run.spec)
@@ -169,6 +174,8 @@ class TrainLoop:
         every = config.train.eval_steps
         votes: deque[Any] = deque([0] if jax.process_count() > 1 else [])
         while self.done < spec.steps and not self.stopped and not self.patience_is_spent:
+            if self.returned:
+                break
             self._step()
             if self.done == spec.steps or (every and self.done % every == 0):
                 self._flush()
@@ -176,6 +183,7 @@ class TrainLoop:
             best = config.checkpoint.keep_best and self.best.step == self.done
             if best or self.done % config.checkpoint.save_steps == 0:
                 self._save()
+                self._find_returned()
             bad_data = BAD_DATA if self.run.check.error else 0
             votes.append(all_reduce_max(max(stopped, default=bad_data), spec.mesh))
             self.stopped = int(votes.popleft())
@@ -369,6 +377,12 @@ class TrainLoop:
         if text := find_slow_hosts(self.run.spec.mesh):
             self.logs.progress.log(text)
 
+    def _find_returned(self) -> None:
+        """Finds out whether missing processes have returned."""
+        members = self.run.members
+        if members is not None and members.missing and self.done < self.run.spec.steps:
+            self.returned = all_gather_json(members.returned())[0]
+
     def _save(self) -> None:
         """Starts writing a checkpoint of the last step.
 
@@ -415,9 +429,11 @@ def _finish(loop: TrainLoop) -> None:
             f"step {best.step}, in {best.since} evaluations"
         )
         log(end)
-    if loop.stopped:
+    if loop.stopped or loop.returned:
         where = loop.checkpoints.directory / str(loop.done)
         end = f"saved step {loop.done} in {where}; the same command continues from there"
+        if not loop.stopped:
+            end = f"with {loop.returned} again: going on from step {loop.done}"
         log(end)
         loop.facts["end"] = end
         return

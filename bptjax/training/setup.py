@@ -43,6 +43,8 @@ from bptjax.parallel.distributed import (
     raise_together,
     translate_peer_errors,
 )
+from bptjax.parallel.launch import find_process
+from bptjax.parallel.members import Members
 from bptjax.parallel.mesh import ParallelConfig, make_mesh, select_devices
 from bptjax.parsing.keys import flatten
 from bptjax.run.json_files import read_json
@@ -52,6 +54,7 @@ from bptjax.tasks.sample import Sampler
 from bptjax.training.checks import check_best_metric, check_host_memory, check_model, check_spec
 from bptjax.training.data import RunData, open_data, say
 from bptjax.training.eval_tasks import open_tasks
+from bptjax.training.fewer_processes import describe_missing, join, keep_global_batch
 from bptjax.training.notes import (
     describe_devices,
     describe_model,
@@ -89,6 +92,7 @@ class TrainingRun:
       notes: lines for the log.
       data_size: number of files of training data, and their total bytes.
       base_fingerprint: hash of the base model's weights; None without adapters.
+      members: the processes of a run that may go on with fewer; None for other runs.
     """
 
     config: Config
@@ -102,6 +106,7 @@ class TrainingRun:
     notes: list[str]
     data_size: list[int]
     base_fingerprint: str | None = None
+    members: Members | None = None
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -116,7 +121,10 @@ class TrainingRun:
     @cached_property
     def evaluation(self) -> Evaluation:
         """The held-out batches `[B, T]`: all, or a sample of train.eval_batches, whose documents
-        are read."""
+        are read. Without some processes, the sample is that of all processes."""
+        members, sampled = self.members, None
+        if members is not None and members.missing and members.complete is not None:
+            sampled = members.complete.micro_batch
         return eval_loader(
             self.held_out,
             self.processor,
@@ -125,6 +133,7 @@ class TrainingRun:
             batch_size=self.spec.micro_batch_size,
             encoding=self.spec.encoding,
             max_batches=self.config.train.eval_batches,
+            sampled_batch_size=sampled,
         )
 
     @property
@@ -155,7 +164,8 @@ def setup(config: Config, now: datetime | None = None) -> TrainingRun:
       ValueError, NotImplementedError, OSError: one line about the wrong key or file.
       PeerLost: another process has ended.
     """
-    initialize(config.parallel)
+    process, members = join(config, find_process(config.parallel, os.environ))
+    initialize(config.parallel, process)
     devices = select_devices(config.device)
     with raise_together():
         if (run_dir := Path(config.run_dir).expanduser()).is_dir():
@@ -168,7 +178,9 @@ def setup(config: Config, now: datetime | None = None) -> TrainingRun:
     date, lost = all_gather_json([date, lost])[0]
     with raise_together():
         given, config = config, _with_defaults(config, devices[0].platform)
-        run = _open_run(config, devices, date)
+        config = keep_global_batch(config, members)
+        run = replace(_open_run(config, devices, date), members=members)
+        run.notes.extend(describe_missing(given, run.spec, members))
         spaced = config.data.eval_split != given.data.eval_split
         if spaced and config.data.eval_path is None and len(run.held_out):
             run.notes.append(

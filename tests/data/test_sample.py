@@ -111,6 +111,20 @@ def test_a_sample_depends_on_the_seed_alone():
     assert drawn(0)[0] == drawn(0)[1] == drawn(0)[0] != drawn(1)[0]
 
 
+def test_a_sample_may_be_loaded_in_smaller_batches():
+    """As on fewer devices: the same sequences."""
+    how = dict(seq_len=T, max_batches=6)
+    whole = eval_loader(pool(), BYTE, DataConfig(), batch_size=4, **how)
+    parts = eval_loader(pool(), BYTE, DataConfig(), batch_size=3, sampled_batch_size=4, **how)
+    assert parts.sample.batches == len(list(parts)) > whole.sample.batches
+    for name in whole.sources:
+        each = [
+            [row for batch in found.sources[name] for row in batch["tokens"] if row.any()]
+            for found in (whole, parts)
+        ]
+        np.testing.assert_array_equal(*each)
+
+
 def test_more_sources_than_batches():
     held_out = HeldOutSources(
         [documents(9, (20, 60), n, False, n) for n in range(5)], list("abcde")

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 
+import fewer_hosts
 import pytest
 from hosts import Cluster, base_environment, finish, torchrun
 
@@ -51,16 +52,20 @@ distributed.shutdown()
 LOST = "error: a peer process is lost: "
 
 
+def make_hosts(count, work, **kind):
+    try:
+        return Cluster(count, work, **kind)
+    except (OSError, subprocess.SubprocessError) as error:
+        pytest.skip(f"needs network namespaces: {error}")
+
+
 @pytest.fixture
 def start(tmp_path):
     """Starts code on hosts, in processes that are joined when the call returns."""
     started = []
 
     def start(code, hosts, per_host=1, **kind):
-        try:
-            cluster = Cluster(hosts, tmp_path, **kind)
-        except (OSError, subprocess.SubprocessError) as error:
-            pytest.skip(f"needs network namespaces: {error}")
+        cluster = make_hosts(hosts, tmp_path, **kind)
         started.append(cluster)
         count, processes = hosts * per_host, []
         for index in range(count):
@@ -128,3 +133,14 @@ def test_a_process_may_be_late_for_the_first_step(start):
     assert "[1.0, 1.0, 5.0, 5.0]" in said[3][0]
     named = "hosts: host0 (10.88.0.1), host1 (10.88.0.2), communicate by these addresses"
     assert named in said[0][0]
+
+
+@pytest.mark.thorough
+def test_a_run_goes_on_without_a_host_until_it_returns(tmp_path):
+    """With the records and the losses of one process."""
+    make_hosts(1, tmp_path / "hosts").close()  # The case makes its own.
+    row = fewer_hosts.compare(fewer_hosts.CASES[0], tmp_path / "case")
+    assert "fault" not in row and row["records"], row
+    without, returned = row["told"]
+    assert without.startswith("without host1: 1 of 2 processes, gradient_accumulation_steps=4 in")
+    assert returned.startswith("with host1 again: going on from step ")

@@ -72,7 +72,7 @@ def test_a_crash_is_followed_by_a_restart(run):
     assert (code, number) == (0, 5)
     first, second, third, fourth = told
     assert first == (
-        "supervisor: restarting after exit code 1: a peer process is lost (restart 1 of 4 without "
+        "supervisor: restarting after exit code 1: a peer process is lost (restart 1 of 8 without "
         "a new checkpoint)"
     )
     assert "the run was killed by SIGSEGV (restart 2 of 4" in second
@@ -95,6 +95,20 @@ def test_a_stopped_run_is_restarted(run, work):
     host = socket.gethostname()
     assert (code, number) == (0, 2) and len(told) == 1
     assert f"after a process on {host} was stopped by a signal for 0 s while {work}" in told[0]
+
+
+def test_a_process_that_fails_gives_up_before_those_that_lose_it(run):
+    code, number, told = run("""
+        record_error("a peer process is lost: no answer from host1")
+        sys.exit(1)
+    """)
+    assert (code, number) == (1, 7)
+    assert "(restart 6 of 6 without a new checkpoint)" in told[-2]
+    assert told[-1].endswith("not restarted, as 6 restarts brought no new checkpoint")
+
+
+def test_a_return_of_processes_is_no_failure(run):
+    assert run("sys.exit(75 if start < 5 else 0)") == (0, 6, [])
 
 
 @pytest.mark.parametrize("code", [0, 2, 130, 143])
