@@ -18,7 +18,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
-from etils import epath
 from jax.experimental import multihost_utils
 
 from bptjax.run.checkpoint_files import (
@@ -449,7 +448,7 @@ def _merge(directory: Path) -> None:
         primary_host=0, active_processes={0}, barrier_sync_key_prefix="merge"
     )
     handler = ocp.StandardCheckpointHandler(multiprocessing_options=alone)
-    handler.finalize(epath.Path(directory))
+    handler.finalize(directory)
 
 
 def _is_critical(record: logging.LogRecord) -> bool:

@@ -85,6 +85,7 @@ def test_bad_devices_are_refused_in_one_line(text, message, capsys):
     assert error.startswith(f"error: {message}") and error.count("\n") == 1
 
 
+@pytest.mark.thorough
 def test_this_machine(capsys):
     """Without `devices`, the step of a run here; a CPU does not say how much memory it has."""
     assert main(["plan", *FLAGS, "--device=cpu"]) == 0

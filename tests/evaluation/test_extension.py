@@ -38,10 +38,14 @@ def test_a_tiny_model_is_extended(tmp_path, monkeypatch):
     assert trained["held_out"]["20"] < trained["held_out"]["0"]
     perplexity = [row for row in rows if row["measure"] == "perplexity"]
     before, after = (
-        [row["perplexity"] for row in perplexity if row["variant"] == name]
-        for name in ("before", "theta")
+        [row for row in perplexity if row["variant"] == name] for name in ("before", "theta")
     )
-    assert len(before) == len(after) == 8
-    # From the trained positions to the last ones.
-    assert before[-1] > 1.3 * before[0]
-    assert after[-1] < min(after[0], before[-1] / 1.3)
+    assert (
+        [row["end"] for row in before]
+        == [row["end"] for row in after]
+        == [*range(256, 2048, 256), 2047]
+    )
+    # At the last positions, the full context harmed.
+    assert before[-1]["perplexity"] > 1.1 * before[-1]["short_perplexity"]
+    assert after[-1]["perplexity"] < 1.05 * after[-1]["short_perplexity"]
+    assert after[-1]["perplexity"] < before[-1]["perplexity"] / 1.1

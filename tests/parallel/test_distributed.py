@@ -243,6 +243,7 @@ def kill(pair, victim, run_dir):
     return losses(run_dir)
 
 
+@pytest.mark.thorough
 def test_a_signal_to_one_stops_all_at_one_step(arguments, whole, tmp_path, start):
     """After a step that is profiled, which changes no loss. Checkpoints come from local
     directories."""

@@ -38,6 +38,7 @@ def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_used(
     assert rows(run_dir) == rows(uninterrupted)
 
 
+@pytest.mark.thorough
 def test_kill_9_loses_at_most_the_steps_since_the_last_checkpoint(
     arguments, uninterrupted, tmp_path
 ):
