@@ -447,7 +447,8 @@ def _merge(directory: Path) -> None:
     alone = ocp.options.MultiprocessingOptions(
         primary_host=0, active_processes={0}, barrier_sync_key_prefix="merge"
     )
-    handler = ocp.StandardCheckpointHandler(multiprocessing_options=alone)
+    # Its type wants a path of etils, a package that orbax brings.
+    handler: Any = ocp.StandardCheckpointHandler(multiprocessing_options=alone)
     handler.finalize(directory)
 
 
