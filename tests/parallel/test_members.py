@@ -118,8 +118,6 @@ def test_a_returning_process_waits_for_its_turn(run_dir):
     pair = [Joining(run_dir, index, wait_s=40.0) for index in (1, 2)]
     found = [each.result(200) for each in pair]
     assert found == [ProcessInfo("localhost:1234", 2, i, [1 + i]) for i in range(2)]
-    # On a busy machine, the other process of the pair may show itself late.
-    assert pair[0].lines[-1].startswith("waiting for a ") and pair[1].lines == []
     first = pair[0].members
     assert first.returned() == ""
     back = Joining(run_dir, 0, wait_s=40.0)
