@@ -8,13 +8,10 @@ every step and the losses of one process up to float32 rounding. Prints a row pe
 with 1 after a fault.
 """
 
-import argparse
-import json
 import random
 import re
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +19,18 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from hosts import ROUNDING, Cluster, alone, base_environment, finish, losses, torchrun, write_config
+from hosts import (
+    ROUNDING,
+    Cluster,
+    alone,
+    base_environment,
+    finish,
+    losses,
+    numbered,
+    run_cases,
+    torchrun,
+    write_config,
+)
 from tiny_run import metrics, write_texts
 
 STEPS = 60
@@ -169,23 +177,5 @@ def compare(case: Case, work: Path) -> dict[str, Any]:
     return row | (dict(fault="the losses differ") if difference > ROUNDING else {})
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Returns the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--cases", type=int, nargs="+", default=range(len(CASES)))
-    parser.add_argument("--out", type=Path, help="file to which each row is appended")
-    args = parser.parse_args(argv)
-    faults = 0
-    for number in args.cases:
-        with tempfile.TemporaryDirectory(prefix="bptjax-hosts-") as work:
-            row = compare(CASES[number], Path(work))
-        faults += "fault" in row
-        print(json.dumps(row), flush=True)
-        if args.out:
-            with args.out.open("a") as stream:
-                stream.write(json.dumps(row) + "\n")
-    return 1 if faults else 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_cases(numbered(CASES), compare, __doc__.splitlines()[0]))

@@ -1,6 +1,6 @@
 """Trains tiny runs on several hosts of one machine, and compares their losses with one process that
-has as many devices. The hosts are network namespaces with interfaces, addresses, names and
-directories of their own; devices are CPUs. Needs Linux, root, iproute2 and ethtool.
+has as many devices. The hosts are network namespaces, each with its own interfaces, addresses, name
+and directory; devices are CPUs. Needs Linux, root, iproute2 and ethtool.
 
     python scripts/hosts.py --out rows.jsonl
 
@@ -64,8 +64,8 @@ class Cluster:
           work: directory for `shared` and `own`.
           family: 4 or 6, the version of IP that the hosts' names resolve to.
           loopback: a host's own name resolves to 127.0.1.1 or ::1 on that host, as on Debian.
-          second: every host has a second interface on a network of its own, `eth1`, to whose
-            addresses the names `fast0`, `fast1`, … resolve.
+          second: every host has a second interface, `eth1`, on a separate network. The names
+            `fast0`, `fast1`, … resolve to its addresses there.
 
         Raises:
           OSError: this machine does not allow namespaces; the message says why.
@@ -136,7 +136,7 @@ class Cluster:
         self, host: int, command: Sequence[str], environment: Mapping[str, str]
     ) -> subprocess.Popen[str]:
         """Starts a command on a host, with pipes of its stdout and stderr."""
-        # `ip netns exec` has given the command mounts of its own.
+        # `ip netns exec` has given the command its own mounts.
         script = 'hostname "$0"; mount --bind "$1" "$2"; shift 2; exec "$@"'
         named = ["unshare", "--uts", "sh", "-c", script, f"host{host}"]
         named += [str(self.own[host] / "disk"), str(self.disk)]
@@ -433,16 +433,29 @@ def compare(case: Case, work: Path) -> dict[str, Any]:
     return row | (dict(fault="the losses differ") if difference > ROUNDING else {})
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Returns the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--cases", type=int, nargs="+", default=range(len(CASES)))
+def run_cases(
+    cases: Mapping[str, Any],
+    measure: Callable[[Any, Path], dict[str, Any]],
+    about: str,
+    argv: list[str] | None = None,
+) -> int:
+    """Measures the cases that the command line names, and prints a row of each.
+
+    Args:
+      measure: returns the row of a case, with `fault` if it failed, in an empty directory.
+      about: what the script does.
+
+    Returns:
+      The exit code.
+    """
+    parser = argparse.ArgumentParser(description=about)
+    parser.add_argument("--cases", nargs="+", default=list(cases), choices=cases, metavar="CASE")
     parser.add_argument("--out", type=Path, help="file to which each row is appended")
     args = parser.parse_args(argv)
     faults = 0
-    for number in args.cases:
+    for name in args.cases:
         with tempfile.TemporaryDirectory(prefix="bptjax-hosts-") as work:
-            row = compare(CASES[number], Path(work))
+            row = measure(cases[name], Path(work))
         faults += "fault" in row
         print(json.dumps(row), flush=True)
         if args.out:
@@ -451,5 +464,10 @@ def main(argv: list[str] | None = None) -> int:
     return 1 if faults else 0
 
 
+def numbered(cases: Sequence[Any]) -> dict[str, Any]:
+    """Returns the cases by their number."""
+    return {str(number): case for number, case in enumerate(cases)}
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_cases(numbered(CASES), compare, __doc__.splitlines()[0]))

@@ -8,9 +8,7 @@ Prints a row per start. Exits with 1 if a run fails or the losses differ by more
 rounding.
 """
 
-import argparse
 import contextlib
-import json
 import os
 import random
 import re
@@ -18,14 +16,22 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
-from hosts import PORT, ROUNDING, Cluster, alone, base_environment, losses, write_config
+from hosts import (
+    PORT,
+    ROUNDING,
+    Cluster,
+    alone,
+    base_environment,
+    losses,
+    run_cases,
+    write_config,
+)
 from tiny_run import metrics, write_texts
 
 SHELL = """
@@ -346,23 +352,5 @@ def compare(name: str, work: Path) -> dict[str, Any]:
     return row | (dict(fault="the losses differ") if difference > ROUNDING else {})
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Returns the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--starts", nargs="+", default=list(STARTS))
-    parser.add_argument("--out", type=Path, help="file to which each row is appended")
-    args = parser.parse_args(argv)
-    faults = 0
-    for name in args.starts:
-        with tempfile.TemporaryDirectory(prefix="bptjax-hosts-") as work:
-            row = compare(name, Path(work))
-        faults += "fault" in row
-        print(json.dumps(row), flush=True)
-        if args.out:
-            with args.out.open("a") as stream:
-                stream.write(json.dumps(row) + "\n")
-    return 1 if faults else 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_cases({name: name for name in STARTS}, compare, __doc__.splitlines()[0]))

@@ -1,9 +1,9 @@
 """Agreement of a supervised run's processes on which of them take part in a start.
 
 The processes have one thing in common even if a host is lost, also that of process 0: the run
-directory. In it, each process keeps a file of its own and rewrites it again and again. A process
-whose file does not change for `SILENT_S` is lost, so no clocks are compared. The waiting process of
-the lowest index writes the next plan, a new file that only one process can create.
+directory. In it, each process has a file, which it rewrites every few seconds. A process whose file
+does not change for `SILENT_S` is lost, so no clocks are compared. The waiting process of the lowest
+index writes the next plan, a new file that only one process can create.
 """
 
 import json
@@ -282,14 +282,16 @@ class Members:
         found, now = {}, time.monotonic()
         for index, (text, changed) in self._seen.items():
             if changed is not None and now - changed < SILENT_S:
-                with suppress(ValueError):  # The process is just writing the file.
+                with suppress(ValueError):  # A host that crashed may leave an empty file.
                     found[index] = json.loads(text)
         return found
 
     def _write(self, **values: Any) -> None:
         self._beats += 1
         self._own = dict(host=socket.gethostname(), token=self._token, beat=self._beats) | values
-        (self.directory / f"{self.process.index}.json").write_text(json.dumps(self._own) + "\n")
+        # A half-written file would make this process look absent.
+        file = self.directory / f"{self.process.index}.json"
+        write_atomically(file, json.dumps(self._own) + "\n")
 
     def _newest(self) -> int:
         """Returns the number of the newest plan; 0 if there is none."""

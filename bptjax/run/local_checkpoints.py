@@ -98,9 +98,10 @@ class Copies:
     then the local checkpoint is removed. If a checkpoint is finished while an older one still waits
     for its copy, the older one is removed unless it must be kept.
 
-    Of several processes, each has a local directory, which other hosts need not see, with its part
-    of each checkpoint. All of them copy the same steps: none is removed before its copy, so a save
-    waits while two others are not copied. Process 0 renames a checkpoint once all parts are there.
+    With several processes, each saves its part of a checkpoint to its own local directory, which
+    other hosts need not see. All of them copy the same steps: none is removed before its copy, so a
+    save waits while two others are not copied. Process 0 renames a checkpoint once all parts are
+    there.
     """
 
     def __init__(

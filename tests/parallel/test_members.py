@@ -81,6 +81,24 @@ def waiting(index, waited):
     return dict(token=str(index), address=f"{index}:1234", waited=waited, plan=None)
 
 
+def test_a_process_that_is_present_is_never_missed(run_dir):
+    """While its file is written, too."""
+    one, other, ended = member(run_dir, 0), member(run_dir, 1), threading.Event()
+
+    def write():
+        while not ended.is_set():
+            other._write(plan=None)
+
+    thread = threading.Thread(target=write, daemon=True)
+    thread.start()
+    while not one._look():
+        time.sleep(0.01)
+    found = [one._look().keys() == {1} for _ in range(2000)]
+    ended.set()
+    thread.join()
+    assert all(found), f"missed {found.count(False)} of {len(found)} times"
+
+
 def test_processes_go_on_without_a_missing_one(run_dir):
     """Once one of them has waited for `wait_s`, also without process 0, whose place the next
     takes; and at once after a start without it, except for late processes."""
@@ -118,6 +136,7 @@ def test_a_returning_process_waits_for_its_turn(run_dir):
     pair = [Joining(run_dir, index, wait_s=40.0) for index in (1, 2)]
     found = [each.result(200) for each in pair]
     assert found == [ProcessInfo("localhost:1234", 2, i, [1 + i]) for i in range(2)]
+    assert pair[0].lines == ["waiting for a for up to 40 s"] and pair[1].lines == []
     first = pair[0].members
     assert first.returned() == ""
     back = Joining(run_dir, 0, wait_s=40.0)

@@ -257,15 +257,28 @@ def test_bad_local_directories_are_refused(tmp_path):
         CheckpointConfig(local_dir="~nosuchuser/x")
 
 
-KILLS = """
-import os, signal, sys
+KILL_AT = """
+import json, os, signal, sys, time
 from pathlib import Path
+
+FILES = "open", "os.rename", "os.mkdir", "os.remove", "os.rmdir"
+
+def kill_at(operation, *places):
+    "Kills this process at one of its operations on files below these places."
+    left, prefixes = operation, tuple(map(str, places))
+    def hook(event, arguments):
+        nonlocal left
+        if event in FILES and any(str(x).startswith(prefixes) for x in arguments[:2]):
+            left -= 1
+            if left == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+    sys.addaudithook(hook)
+"""
+KILLS = """
 from bptjax.run.checkpoint_files import (
     HALF_WRITTEN, clear_half_written, damage, steps_in, write_manifest
 )
 from bptjax.run.local_checkpoints import Copies, local_directory, make_local_directory
-
-FILES = "open", "os.rename", "os.mkdir", "os.remove", "os.rmdir"
 
 def write(local, step):
     hidden = local / f"{step}{HALF_WRITTEN}"
@@ -292,20 +305,10 @@ def one(place, operation):
             copies.wait()
         copies.close()
 
-    def killed():
-        left, prefix = operation, str(place)
-        def hook(event, arguments):
-            nonlocal left
-            if event in FILES and any(str(x).startswith(prefix) for x in arguments[:2]):
-                left -= 1
-                if left == 0:
-                    os.kill(os.getpid(), signal.SIGKILL)
-        sys.addaudithook(hook)
-        train(1, 2, 3)
-
     child = os.fork()
     if not child:
-        killed()
+        kill_at(operation, place)
+        train(1, 2, 3)
         os._exit(0)
     status = os.waitpid(child, 0)[1]
     assert status in (0, signal.SIGKILL), status
@@ -329,20 +332,16 @@ print(number)
 
 
 def test_kill_at_every_file_operation(tmp_path):
-    command = [sys.executable, "-c", KILLS, str(tmp_path)]
+    command = [sys.executable, "-c", KILL_AT + KILLS, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0 and int(done.stdout) > 50, done.stderr
 
 
 PAIR_KILLS = """
-import json, os, signal, sys, time
-from pathlib import Path
 from bptjax.run.checkpoint_files import (
     HALF_WRITTEN, clear_half_written, damage, steps_in, write_manifest
 )
 from bptjax.run.local_checkpoints import Copies, Processes, local_directory, make_local_directory
-
-FILES = "open", "os.rename", "os.mkdir", "os.remove", "os.rmdir"
 
 def write(local, step, rank):
     hidden = local / f"{step}{HALF_WRITTEN}"
@@ -397,15 +396,8 @@ def pair(place, name, victim, operation, *steps):
     for rank in range(2):
         child = os.fork()
         if not child:
-            left, prefix = operation, (str(place / "run"), str(place / "fast"))
-            def hook(event, arguments):
-                nonlocal left
-                if event in FILES and any(str(x).startswith(prefix) for x in arguments[:2]):
-                    left -= 1
-                    if left == 0:
-                        os.kill(os.getpid(), signal.SIGKILL)
             if rank == victim:
-                sys.addaudithook(hook)
+                kill_at(operation, place / "run", place / "fast")
             try:
                 train(place, rank, talk, *steps)
             except BaseException as error:
@@ -457,6 +449,6 @@ print(number)
 def test_kill_of_one_of_two_processes_at_file_operations(tmp_path, victim):
     """At each fifth one. The other process is killed too, as when a peer is lost. At each second of
     them, the second process also loses its local directory."""
-    command = [sys.executable, "-c", PAIR_KILLS, str(tmp_path), str(victim), "5"]
+    command = [sys.executable, "-c", KILL_AT + PAIR_KILLS, str(tmp_path), str(victim), "5"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0 and int(done.stdout.split()[-1]) > 50, done.stderr
