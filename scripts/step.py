@@ -27,6 +27,8 @@ from bptjax.config import Config
 from bptjax.config_parser import parse
 from bptjax.cost.auto import complete_execution
 from bptjax.cost.search import with_execution
+from bptjax.data.examples import Example, sequence
+from bptjax.data.preferences import side_by_side, with_shared_prompt
 from bptjax.models.config import ModelConfig
 from bptjax.models.groups.attention import AttentionConfig
 from bptjax.models.groups.experts import ExpertsConfig
@@ -35,11 +37,12 @@ from bptjax.models.groups.linear_attention import LinearAttentionConfig
 from bptjax.models.groups.norms import NormsConfig
 from bptjax.models.params import fill_model, param_path
 from bptjax.ops.choices import record_choices
+from bptjax.ops.labels import IGNORED
 from bptjax.parallel.mesh import make_mesh, select_devices
 from bptjax.parsing.keys import flatten
 from bptjax.training.spec import TrainSpec
 from bptjax.training.state import abstract_state, init_state
-from bptjax.training.step import compile_step, random_batch
+from bptjax.training.step import Batch, compile_step, random_batch
 
 LLAMA_8B = ModelConfig(
     vocab_size=128_256,
@@ -176,7 +179,15 @@ DECODERS = {
     ),
 }
 # Groups of keys that a row contains, if they do not have their defaults.
-SETTINGS = ("execution.", "memory.", "optimizer.", "adapter.", "train.", "parallel.")
+SETTINGS = (
+    "execution.",
+    "memory.",
+    "objective.",
+    "optimizer.",
+    "adapter.",
+    "train.",
+    "parallel.",
+)
 DEFAULTS = (
     "--train.compute_dtype=bfloat16",
     "--train.param_dtype=bfloat16",
@@ -211,13 +222,38 @@ class RandomWeights:
             yield path, np.broadcast_to(array.astype(jnp.bfloat16), shape)
 
 
+def pair_batch(spec: TrainSpec, answer: int) -> Batch:
+    """Returns a batch with one pair of random answers of `answer` tokens, to a prompt that fills
+    each sequence: once with `objective.share_prompt`, else once for each answer."""
+    rng, T = np.random.default_rng(0), spec.config.train.seq_len
+    shared = "ends" in spec.encoding.fields
+    prompt = T + 1 - 2 * answer if shared else T // 2 + 1 - answer
+
+    def row() -> Example:
+        tokens = rng.integers(0, spec.model.V, prompt + 2 * answer, np.int32)
+        start, *own = np.split(tokens, [prompt, prompt + answer])
+        ignored = np.full(prompt - 1, IGNORED, np.int32)
+        pair = side_by_side(
+            [[{"tokens": np.append(start, x[:-1]), "labels": np.append(ignored, x)}] for x in own]
+        )
+        return sequence([with_shared_prompt(pair) if shared else pair], T)
+
+    rows = [row() for _ in range(spec.global_batch_size)]
+    batch = {name: np.stack([each[name] for each in rows]) for name in rows[0]}
+    return spec.layout.put(batch, spec.config.train.gradient_accumulation_steps)
+
+
 def measure(
-    spec: TrainSpec, steps: int, profile: Path | None = None, warmup: int = 1
+    spec: TrainSpec,
+    steps: int,
+    profile: Path | None = None,
+    warmup: int = 1,
+    batch: Batch | None = None,
 ) -> dict[str, Any]:
-    """Returns measurements of the compiled step, and of `steps` steps on random tokens after a
-    warm-up: memory per device, tokens of all devices.
+    """Returns measurements of the compiled step, and of `steps` steps after a warm-up on `batch`,
+    by default random tokens: memory per device, tokens of all devices.
     """
-    batch = random_batch(spec)
+    batch = batch or random_batch(spec)
     start = time.perf_counter()
     with record_choices() as choices:
         step = compile_step(spec, abstract_state(spec), batch)
@@ -255,6 +291,7 @@ def main() -> None:
     parser.add_argument("decoder", choices=DECODERS)
     parser.add_argument("length", type=int)
     parser.add_argument("--layers", type=int, help="number of layers, if fewer than the decoder's")
+    parser.add_argument("--answer", type=int, help="tokens of each answer, for preference losses")
     parser.add_argument("--steps", type=int, default=3, help="0 compiles only")
     parser.add_argument("--warmup", type=int, default=1, help="steps before the timed steps")
     parser.add_argument("--profile", type=Path, help="write a profile of one step here")
@@ -279,10 +316,12 @@ def main() -> None:
         spec, notes = with_execution(spec, spec.execution), []
     else:
         spec, notes = complete_execution(spec, lambda line: print(line, file=sys.stderr))
+    batch = pair_batch(spec, args.answer) if args.answer else None
     row = dict(
         decoder=args.decoder,
         layers=model.num_layers,
         T=T,
+        answer=args.answer,
         settings={
             k: v
             for k, v in flatten(spec.config).items()
@@ -291,7 +330,7 @@ def main() -> None:
         chosen=notes,
         choice_s=time.perf_counter() - start,
         devices=spec.mesh.size,
-        **measure(spec, args.steps, args.profile, args.warmup),
+        **measure(spec, args.steps, args.profile, args.warmup, batch),
     )
     row |= dict(device=jax.devices()[0].device_kind, jax=jax.__version__)
     print(json.dumps(row), flush=True)
