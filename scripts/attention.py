@@ -1,6 +1,6 @@
 """Times attention on this machine's GPU: causal, ALiBi, soft cap, packed documents of equal and of
-ragged lengths, windows, a window with global tokens, an eighth of the causal blocks, dropout,
-sinks.
+ragged lengths, the same by ends, a prompt with two answers, windows, a window with global tokens,
+an eighth of the causal blocks, dropout, sinks.
 
     python scripts/attention.py --lengths 32768 --head_sizes 128 64 --out rows.json
 
@@ -39,6 +39,10 @@ def cases(T: int, N: int) -> dict[str, tuple[dict, float]]:
     documents = np.repeat(np.arange(1, DOCUMENTS + 1, dtype=np.int32), T // DOCUMENTS)[None]
     lengths = ragged_lengths(T, RAGGED)
     ragged = np.repeat(np.arange(1, RAGGED + 1, dtype=np.int32), lengths)[None]
+    chains = np.repeat(T // DOCUMENTS * np.arange(1, DOCUMENTS + 1, dtype=np.int32), T // DOCUMENTS)
+    ragged_chains = np.repeat(lengths.cumsum().astype(np.int32), lengths)
+    answer = T // 16
+    pair = np.repeat(np.asarray([T, T - answer, T], np.int32), [T - 2 * answer, answer, answer])
     seen, small = (window * T - window**2 / 2 for window in (WINDOW, SMALL_WINDOW))
     sinks = np.zeros(N, np.float32)
     first = np.arange(T) < BLOCK
@@ -53,6 +57,12 @@ def cases(T: int, N: int) -> dict[str, tuple[dict, float]]:
             dict(mask=replace(causal, segments=ragged)),
             (lengths.astype(float) ** 2).sum() / 2,
         ),
+        f"{DOCUMENTS} chains": (dict(mask=replace(causal, ends=chains[None])), square / DOCUMENTS),
+        f"{RAGGED} ragged chains": (
+            dict(mask=replace(causal, ends=ragged_chains[None])),
+            (lengths.astype(float) ** 2).sum() / 2,
+        ),
+        "pair of 1/16": (dict(mask=replace(causal, ends=pair[None])), square - answer**2),
         "window 4096": (dict(mask=replace(causal, window=WINDOW)), seen),
         f"window {WINDOW}, {BLOCK} global": (
             dict(mask=replace(causal, window=WINDOW, global_tokens=first)),
@@ -71,14 +81,12 @@ def cases(T: int, N: int) -> dict[str, tuple[dict, float]]:
     }
 
 
-def call(f, segments, q, k, v):
-    if segments is None:
-        return f(q, k, v)
-    return f(q, k, v, mask=replace(f.keywords["mask"], segments=segments))
+def call(f, traced, q, k, v):
+    return f(q, k, v, mask=replace(f.keywords["mask"], **traced)) if traced else f(q, k, v)
 
 
-def gradients(f, segments, dout, *qkv):
-    return jax.vjp(partial(call, f, segments), *qkv)[1](dout)
+def gradients(f, traced, dout, *qkv):
+    return jax.vjp(partial(call, f, traced), *qkv)[1](dout)
 
 
 def cudnn(q, k, v):
@@ -115,12 +123,13 @@ def main() -> None:
             }
             work["jax.nn cudnn", "causal"] = cudnn, T * T / 2
             for (impl, name), (f, pairs) in work.items():
-                documents = "documents" in name
-                segments = jnp.asarray(f.keywords["mask"].segments) if documents else None
-                one = jax.jit(partial(call, f)).lower(segments, q, k, v).compile()
-                both = jax.jit(partial(gradients, f)).lower(segments, dout, q, k, v).compile()
-                forward, *_ = milliseconds(one, segments, q, k, v, **how)
-                step, least, most = milliseconds(both, segments, dout, q, k, v, **how)
+                mask = getattr(f, "keywords", {}).get("mask", Mask())
+                fields = {name: getattr(mask, name) for name in ("segments", "ends")}
+                traced = {name: jnp.asarray(x) for name, x in fields.items() if x is not None}
+                one = jax.jit(partial(call, f)).lower(traced, q, k, v).compile()
+                both = jax.jit(partial(gradients, f)).lower(traced, dout, q, k, v).compile()
+                forward, *_ = milliseconds(one, traced, q, k, v, **how)
+                step, least, most = milliseconds(both, traced, dout, q, k, v, **how)
                 flops = 4 * N * H * pairs
                 add_row(
                     rows,
