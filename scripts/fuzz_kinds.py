@@ -393,8 +393,9 @@ def preferences(directory: Path) -> Kind:
     return Kind(directory, files, check)
 
 
-def tasks(directory: Path) -> Kind:
-    """Flags of `bptjax evaluate --tasks`, its haystack, and the rows of an earlier call."""
+def tasks(directory: Path, **more: Any) -> Kind:
+    """Flags of `bptjax evaluate --tasks`, its haystack and questions, and the rows of an earlier
+    call. `more` replaces flags."""
     flags = {
         "tasks": ["passkey", "niah_multikey", "variable_tracking", "common_words"],
         "lengths": ["1500"],
@@ -402,16 +403,19 @@ def tasks(directory: Path) -> Kind:
         "seed": "0",
         "text_key": "text",
         "haystack": ["words.jsonl", "words.txt"],
-    }
+    } | more
     words = "A first sentence. A second one! Is it the third?\nNo。"
     rows = dict(model="m", task="passkey", length=1500, seed=0, samples=2, score=1.0)
+    asked = dict(question="Is it?", document=words, answer="No")
+    squad = asked | dict(context=words + "!", answers={"text": ["No", "no"], "answer_start": [0]})
+    del squad["document"], squad["answer"]
     one = ByteTokenizer()
 
     def check():
         argv = ["--model=m", f"--out={directory / 'out'}"]
         for name, value in read_json(directory / "flags.json").items():
             values = [str(x) for x in value] if isinstance(value, list) else [str(value)]
-            if name == "haystack":
+            if name in ("haystack", "questions"):
                 values = [str(directory / x) for x in values]
             argv += [f"--{name}", *values]
         args = evaluate().parse_args(argv)
@@ -430,6 +434,9 @@ def tasks(directory: Path) -> Kind:
         "words.txt": [words.encode()],
         "out/tasks.json": [b"[]", b"[" + text(rows) + b"]"],
     }
+    if "questions" in flags:
+        files["questions.jsonl"] = [text(x) + b"\n" for x in (asked, squad)]
+        files["questions.jsonl"].append(b"".join(files["questions.jsonl"]))
     return Kind(directory, files, check)
 
 
@@ -447,4 +454,7 @@ KINDS: dict[str, Callable[[Path], Kind]] = {
     "gguf": gguf,
     "preferences": preferences,
     "tasks": tasks,
+    "questions": lambda directory: tasks(
+        directory, tasks=["questions"], questions=["questions.jsonl"], samples="1"
+    ),
 }
