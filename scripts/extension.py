@@ -127,7 +127,7 @@ def main(argv: list[str] | None = None) -> None:
     def write(variant: str, measure: str, found: list[dict[str, Any]]) -> None:
         # A path of this machine.
         found = [{name: x for name, x in row.items() if name != "model"} for row in found]
-        about = dict(variant=variant, length_trained=length, measure=measure)
+        about = dict(variant=variant, trained=trained, length_trained=length, measure=measure)
         with args.out.open("a") as file:
             file.write("".join(json.dumps(about | row) + "\n" for row in found))
 

@@ -101,6 +101,40 @@ def draw_memory_curves(file: Path, T: int = 32_768) -> None:
     FigureCanvasAgg(figure).print_png(file)
 
 
+def draw_extension(file: Path, name: str) -> None:
+    """Draws the perplexity by position, and the share of pass keys found by length, of a model
+    before and after its context was extended."""
+    rows, figure = read(name), Figure(figsize=(11, 4), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    for variant, label, color in (("before", "before", "0.6"), ("theta", "after", "tab:blue")):
+        own = [r for r in rows if r["variant"] == variant]
+        curve = [r for r in own if r["measure"] == "perplexity"]
+        at = [(r["start"] + r["end"]) / 2 for r in curve]
+        left.plot(at, [r["perplexity"] for r in curve], "o-", color=color, label=label)
+        if variant == "theta":
+            short = f"after, last {curve[0]['short_context']:,} tokens only"
+            values = [r["short_perplexity"] for r in curve]
+            left.plot(at, values, "o--", color=color, alpha=0.5, label=short)
+        keys = [r for r in own if r["measure"] == "passkey"]
+        scores, lengths = [r["score"] for r in keys], [r["length"] for r in keys]
+        around = [[r["score"] - r["low"], r["high"] - r["score"]] for r in keys]
+        right.errorbar(
+            lengths, scores, list(zip(*around, strict=True)), fmt="o-", color=color, label=label
+        )
+    left.set(xlabel="position (tokens)", ylabel="perplexity", yscale="log")
+    left.set_title("Perplexity of held-out source code")
+    right.set(
+        xlabel="prompt length (tokens)", ylabel="share of pass keys found", ylim=(-0.03, 1.03)
+    )
+    right.set_xscale("log", base=2)
+    right.set_xticks(lengths, [f"{n // 1024}K" for n in lengths])
+    right.set_title("Pass keys found, with 95 % intervals")
+    for axes in (left, right):
+        axes.axvline(rows[0]["trained"], color="0.8", zorder=0)
+        axes.legend()
+    FigureCanvasAgg(figure).print_png(file)
+
+
 def main() -> None:
     draw_in_less_memory(RESULTS / "less_memory_h200.png")
     draw_memory_curves(RESULTS / "memory_speed_h200.png")

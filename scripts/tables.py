@@ -29,6 +29,7 @@ from measurements import (
 )
 
 ROOT = Path(__file__).parents[1]
+EXTENSION = "extension_h200.jsonl"
 DOCUMENTS = (
     ROOT / "README.md",
     *(
@@ -40,6 +41,8 @@ DOCUMENTS = (
             "hugging_face",
             "long_context",
             "lora",
+            "preferences",
+            "recipes",
             "reliability",
             "serving",
         )
@@ -541,6 +544,71 @@ def perplexity(name: str) -> str:
     return table(["positions", *(f"`{model}`" for model in models)], body)
 
 
+def extension_perplexity() -> str:
+    """The perplexity by position of a model before and after its context was extended."""
+    rows = [r for r in read(EXTENSION) if r["measure"] == "perplexity"]
+    before, after = ([r for r in rows if r["variant"] == x] for x in ("before", "theta"))
+    short = f"after, last {after[0]['short_context']:,} tokens only"
+    body = [
+        [
+            f"{x['start']:,} to {x['end']:,}",
+            f"{x['perplexity']:,.2f}",
+            f"{y['perplexity']:.2f}",
+            f"{y['short_perplexity']:.2f}",
+        ]
+        for x, y in zip(before, after, strict=True)
+    ]
+    return table(["positions", "before", "after", short], body)
+
+
+def extension_scores() -> str:
+    """The scores of a model's tasks by length, before and after its context was extended."""
+    found = {(r["variant"], r["task"], r["length"]): r for r in read(EXTENSION) if "task" in r}
+    lengths = sorted({length for _, _, length in found})
+    form = "{score:.2f} ({low:.2f}–{high:.2f})"
+    body = [
+        [task, "before" if variant == "before" else "after"]
+        + [form.format(**row) if (row := found.get((variant, task, n))) else "" for n in lengths]
+        for task in dict.fromkeys(task for _, task, _ in found)
+        for variant in ("before", "theta")
+    ]
+    return table(["task", "model", *(f"{n:,}" for n in lengths)], body)
+
+
+def extension_ways() -> str:
+    """Ways to extend a context: held-out loss, perplexity and pass keys at the greatest length."""
+    ways: dict[str, list[Row]] = {}
+    for row in read(EXTENSION):
+        ways.setdefault(row["variant"], []).append(row)
+    body = []
+    for variant, rows in ways.items():
+        trained = next((r for r in rows if r["measure"] == "train"), None)
+        ranges = [r for r in rows if r["measure"] == "perplexity"]
+        keys = {r["length"]: r["score"] for r in rows if r["measure"] == "passkey"}
+        longest = max(keys, default=0)
+        body.append(
+            [
+                variant,
+                f"{trained['tokens'] / 1e6:.1f} million" if trained else "0",
+                f"{list(trained['held_out'].values())[-1]:.3f}" if trained else "",
+                *(f"{r['perplexity']:,.2f}" for r in (ranges[0], ranges[-1])),
+                *(f"{keys[n]:.2f}" if n in keys else "" for n in (longest // 2, longest)),
+            ]
+        )
+    return table(
+        [
+            "way",
+            "tokens",
+            "held-out loss",
+            "perplexity, first range",
+            "perplexity, last range",
+            "pass keys, half the length",
+            "pass keys, full length",
+        ],
+        body,
+    )
+
+
 def host_events() -> str:
     """The events of runs on several hosts by outcome, with the seconds of the longest."""
     rows = read("host_events_cpu.jsonl")
@@ -606,6 +674,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "faults": faults,
     "missed_faults": missed_faults,
     "extend_tiny": lambda: perplexity("extend_tiny_cpu.json"),
+    "extension_perplexity": extension_perplexity,
+    "extension_scores": extension_scores,
+    "extension_ways": extension_ways,
     "host_events": host_events,
     "host_starts": host_starts,
 }
