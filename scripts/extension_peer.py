@@ -5,9 +5,10 @@
     python scripts/extension_peer.py --train batches.npz --model DIR --out rows.jsonl \\
         [--attention flex_attention] [--checkpointing] [--no_liger] [--steps 20]
 
-`--dump` writes the run's batches and settings, in the run's order, on a CPU. `--train` needs torch
-and transformers alone, and liger-kernel on a GPU. It writes a line of JSON for each step and each
-evaluation, and a last one with speed and memory.
+`--dump` writes the batches and settings of a run on one device, in the run's order; it takes a CPU.
+`--train` needs torch and transformers alone, and liger-kernel on a GPU. It writes a line of JSON
+for each step and each evaluation, and a last one with speed and memory. On a GPU, flex_attention
+skips blocks of other documents, but sdpa reads a mask [T, T]; on a CPU, only sdpa can train.
 
 As in a run with param_dtype=float32, the optimizer holds float32 parameters. The model computes
 with copies of them in compute_dtype, so that the residual stream has this dtype too, which autocast
@@ -36,6 +37,9 @@ NEXT, IGNORED = -1, -100
 ONLY = {
     "objective.type": ("auto", "next_token"),
     "adapter.type": ("none",),
+    "model.embedding_dropout": (None, 0.0),
+    "model.attention_dropout": (None, 0.0),
+    "model.residual_dropout": (None, 0.0),
     "train.param_dtype": ("float32",),
     "train.linear": (None,),
     "train.z_loss": (0.0,),
@@ -146,12 +150,12 @@ class Peer:
             self.extra["accum_dtype"] = torch.float32  # Of the output embedding's gradient.
         load = dict(config=config, dtype=torch.float32, attn_implementation=attention)
         self.model: Any = LlamaForCausalLM.from_pretrained(directory, **load)
-        self.model.to(self.device).train()
+        self.model.to(self.device).train()  # pyrefly: ignore[bad-argument-type]
         head = self.model.get_output_embeddings().weight
         modules = [m for m in self.model.modules() if isinstance(m, torch.nn.Linear)]
         decayed = {id(m.weight) for m in modules if m.weight is not head}
-        self.copies = list(self.model.parameters())
-        self.parameters = [p.detach().clone() for p in self.copies]
+        self.copies: list[Any] = list(self.model.parameters())
+        self.parameters: list[Any] = [p.detach().clone() for p in self.copies]
         groups: list[dict[str, Any]] = [
             dict(params=[], weight_decay=settings["weight_decay"] * x) for x in (0, 1)
         ]
