@@ -32,8 +32,8 @@ from bptjax.tasks.scores import made_ahead
 from bptjax.weights.loading import open_decoder
 
 DEFINE = re.compile(r"^[ \t]*#[ \t]*define[ \t]+(\w+)(.*)", re.MULTILINE)
-# A number of at least two digits, and a comment.
-NUMBER = re.compile(r"[ \t]+(0x[0-9a-fA-F]{2,8}|[1-9][0-9]{1,7})[ \t]*(?:/[/*].*)?")
+# A number of at least three characters, and a comment.
+NUMBER = re.compile(r"[ \t]+(0x[0-9a-fA-F]{2,8}|[1-9][0-9]{2,7})[ \t]*(?:/[/*].*)?")
 ASKED = "What is the value of the macro {}?"
 # Smallest number of macros of an excerpt that a question may ask for.
 LEAST = 4
