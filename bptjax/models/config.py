@@ -47,13 +47,15 @@ class ModelConfig:
       position_embedding: rotary positions, ALiBi, a learned embedding of
         max_position_embeddings, or none.
       rope_parameters: rotary parameters in the schema of Hugging Face (rope_theta, rope_type and
-        its parameters, partial_rotary_factor), or one such dict per layer type.
+        its parameters, partial_rotary_factor), or one such dict per layer type. Those that are not
+        set are the checkpoint's; rope_theta of a new model is 10,000.
       rope_layers: for each layer, whether it rotates queries and keys. If not set, all do.
       max_position_embeddings: number of positions that the model supports. Learned positions end
         there.
       extend_to: number of positions to extend the checkpoint to. Sets max_position_embeddings, and
         multiplies the rope_theta of full attention by the power 4/3 of the ratio to the
-        checkpoint's positions.
+        checkpoint's positions; it becomes at least 6.4 million at 65,536 positions, times that
+        power of the ratio to them.
       position_offset: unused entries of the learned embedding before position 0.
       sliding_window: number of tokens that a token attends to, including itself. If not set, all.
       layer_types: type of each layer: full_attention, sliding_attention, which applies
@@ -105,7 +107,7 @@ class ModelConfig:
     residual_scale: float = number(1.0, "positive")
     residual_normed: bool = False
     position_embedding: Literal["rope", "alibi", "learned", "none"] = "rope"
-    rope_parameters: dict[str, Any] = field(default_factory=lambda: {"rope_theta": 10_000.0})
+    rope_parameters: dict[str, Any] = field(default_factory=dict)
     rope_layers: list[bool] | None = None
     max_position_embeddings: int | None = integer(None, most=UNLIMITED)
     extend_to: int | None = integer(None, most=UNLIMITED)
@@ -141,6 +143,9 @@ class ModelConfig:
     experts: ExpertsConfig = field(default_factory=ExpertsConfig)
 
     def __post_init__(self):
+        rope = self.rope_parameters
+        if self.name_or_path is None and not any(isinstance(x, dict) for x in rope.values()):
+            object.__setattr__(self, "rope_parameters", {"rope_theta": 10_000.0} | rope)
         check_choices(self)
 
     def __hash__(self):

@@ -99,6 +99,9 @@ def make_parser(
         group.basetype = None  # Text is a file, not a class to import.
     for key, hint in hints.items():
         flags[f"--{key}"].metavar = _metavar(hint)
+        if get_origin(hint) is dict:
+            # A flag such as --key.entry=value would keep the default's other entries.
+            parser.set_defaults({key: {}})
     return parser
 
 

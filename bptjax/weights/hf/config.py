@@ -16,8 +16,13 @@ from bptjax.weights.hf.families.family import Family
 # Key that only an encoder without classes takes from a training config.
 CLASSES = "encoder.classes"
 # ProLong (arXiv 2410.02660) extends Llama 3 from 8,192 positions and theta 5e5 to 65,536 with theta
-# 8e6, and to 524,288 with theta 1.28e8: 16 and 256 times, for 8 and 64 times the length.
+# 8e6, and to 524,288 with theta 1.28e8: 16 and 256 times, for 8 and 64 times the length. With
+# SmolLM2's smaller theta, 1e5, the same power gave 1.6e6, with which it found far fewer pass keys at
+# 65,536 tokens than with 6.4e6 (docs/recipes.md). So this is the least theta at this length.
 THETA_POWER = 4 / 3
+LEAST_THETA, AT_LENGTH = 6.4e6, 65_536
+# rope_parameters in configs of earlier runs that set none.
+EARLIER_ROPE = {"rope_theta": 10_000.0}
 # Keys that change no result in any family.
 NEUTRAL = {
     "_name_or_path",
@@ -105,11 +110,13 @@ def merge(pretrained: ModelConfig, wanted: ModelConfig) -> ModelConfig:
     Raises:
       ValueError: the training config sets a key that the checkpoint determines.
     """
-    own, default = flatten(pretrained), flatten(ModelConfig())
+    own, default = flatten(pretrained), flatten(ModelConfig(name_or_path=wanted.name_or_path))
     changes: dict[str, Any] = {}
     for key, value in flatten(wanted).items():
         # A config may repeat the number of classes, as in the run that created them.
         if value == default[key] or key == CLASSES and value == pretrained.encoder.classes:
+            continue
+        if key == "rope_parameters" and value == EARLIER_ROPE:
             continue
         if key == CLASSES and not pretrained.encoder.classes:
             raise ValueError(
@@ -160,7 +167,8 @@ def merge(pretrained: ModelConfig, wanted: ModelConfig) -> ModelConfig:
 def _extended(pretrained: ModelConfig, length: int, changes: dict[str, Any]) -> dict[str, Any]:
     """Returns the keys that extend the checkpoint to `length` positions.
 
-    The theta of rotary positions grows by the power `THETA_POWER` of the ratio of lengths.
+    The theta of rotary positions grows by the power `THETA_POWER` of the ratio of lengths, to at
+    least `LEAST_THETA` times that power of the ratio to `AT_LENGTH`.
 
     Raises:
       ValueError: the checkpoint has no unscaled rotary positions and no learned ones, has as many
@@ -186,7 +194,8 @@ def _extended(pretrained: ModelConfig, length: int, changes: dict[str, Any]) -> 
             f"{key}: must be left out with {kind} positions; a checkpoint with scaled rotary "
             "positions takes model.rope_parameters and model.max_position_embeddings"
         )
-    theta = full["rope_theta"] * (length / trained) ** THETA_POWER
+    starts = (full["rope_theta"], trained), (LEAST_THETA, AT_LENGTH)
+    theta = max(x * (length / at) ** THETA_POWER for x, at in starts)
     return keys | {"rope_parameters": {"rope_theta": float(f"{theta:.3g}")}}
 
 

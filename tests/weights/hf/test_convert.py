@@ -13,6 +13,7 @@ from safetensors.numpy import save_file
 from tiers import fast
 
 from bptjax.cli import convert
+from bptjax.config_parser import parse
 from bptjax.models.config import ModelConfig
 from bptjax.models.params import stacked
 from bptjax.weights import conversion
@@ -185,7 +186,7 @@ def test_unsupported_keys_are_refused_by_name(tmp_path, name, change, message):
 
 def test_keys_that_a_training_config_may_set(llama):
     _, read = read_config(llama(rope_parameters={"rope_type": "default", "rope_theta": 5e5}))
-    scaled = merge(read, ModelConfig(rope_parameters={"rope_type": "yarn", "factor": 4.0}))
+    scaled = merge(read, ModelConfig(name_or_path="it", rope_parameters={"rope_type": "yarn", "factor": 4.0}))
     assert scaled.rope_parameters == dict(
         rope_type="yarn", factor=4.0, rope_theta=5e5, original_max_position_embeddings=2048
     )
@@ -194,19 +195,37 @@ def test_keys_that_a_training_config_may_set(llama):
         merge(read, ModelConfig(hidden_size=64))
 
 
+def test_flags_of_rotary_positions_keep_the_checkpoints_theta(llama):
+    _, read = read_config(llama(rope_parameters={"rope_type": "default", "rope_theta": 5e5}))
+    flags = ["--model.rope_parameters.rope_type=linear", "--model.rope_parameters.factor=4"]
+    scaled = merge(read, parse(["--model.name_or_path=it", *flags]).model)
+    assert scaled.rope_parameters == dict(rope_type="linear", factor=4, rope_theta=5e5)
+    # A new model has a default, and a run of an earlier version had it beside a checkpoint too.
+    assert parse(flags).model.rope_parameters["rope_theta"] == 1e4
+    earlier = ModelConfig(name_or_path="it", rope_parameters={"rope_theta": 1e4})
+    assert merge(read, earlier).rope_parameters["rope_theta"] == 5e5
+
+
 def test_extend_to_sets_positions_and_theta(llama):
-    """By ProLong's rule."""
+    """By ProLong's rule, and to at least 6.4 million at 65,536 positions."""
     plain = dict(rope_type="default", rope_theta=5e5)
     _, read = read_config(llama(rope_parameters=plain))
     wanted = ModelConfig(name_or_path="it", extend_to=8 * 2048)
     merged = merge(read, wanted)
     assert merged.rope_parameters == plain | dict(rope_theta=8e6)
     assert merged.max_position_embeddings == 8 * 2048 and merged.extend_to is None
+    smaller = replace(read, rope_parameters=plain | dict(rope_theta=1e5))
+    for length, theta in ((65536, 1.02e7), (4096, 2.52e5)):
+        extended = merge(smaller, replace(wanted, extend_to=length))
+        assert extended.rope_parameters["rope_theta"] == theta
+    smaller = replace(smaller, max_position_embeddings=8192)
+    extended = merge(smaller, replace(wanted, extend_to=65536))
+    assert extended.rope_parameters["rope_theta"] == 6.4e6
     with pytest.raises(ValueError, match="must exceed the 16384 positions"):
         merge(merged, wanted)
     with pytest.raises(ValueError, match="sets model.rope_parameters; leave one of them out"):
         merge(read, replace(wanted, rope_parameters=plain | dict(rope_theta=1e6)))
-    yarn = merge(read, ModelConfig(rope_parameters={"rope_type": "yarn", "factor": 4.0}))
+    yarn = merge(read, ModelConfig(name_or_path="it", rope_parameters={"rope_type": "yarn", "factor": 4.0}))
     for other, kind in ((yarn, "yarn"), (replace(read, position_embedding="alibi"), "alibi")):
         with pytest.raises(ValueError, match=f"must be left out with {kind} positions"):
             merge(other, wanted)
@@ -220,7 +239,7 @@ def test_the_scaling_is_that_of_full_attention(tmp_path):
     raw = config("gemma3").to_dict() | dict(model_type="gemma3_text")
     (tmp_path / "config.json").write_text(json.dumps(raw, default=str))
     _, read = read_config(tmp_path)
-    scaled = merge(read, ModelConfig(rope_parameters={"rope_type": "linear", "factor": 8.0}))
+    scaled = merge(read, ModelConfig(name_or_path="it", rope_parameters={"rope_type": "linear", "factor": 8.0}))
     assert scaled.rope_parameters["full_attention"]["factor"] == 8.0
     assert scaled.rope_parameters["sliding_attention"] == read.rope_parameters["sliding_attention"]
 

@@ -148,12 +148,12 @@ def test_longer_positions_of_full_layers(tmp_path):
     raw = json.loads(config("gemma4_text").to_json_string())
     (tmp_path / "config.json").write_text(json.dumps(raw))
     _, read = read_config(tmp_path)
-    now = merge(read, ModelConfig(rope_parameters=dict(factor=8.0)))
+    now = merge(read, ModelConfig(name_or_path="it", rope_parameters=dict(factor=8.0)))
     new = exported(raw, read, now)
     assert new["rope_parameters"]["full_attention"]["factor"] == 8.0
     (tmp_path / "config.json").write_text(json.dumps(new))
     assert read_config(tmp_path)[1].rope_parameters == now.rope_parameters
-    other = merge(read, ModelConfig(rope_parameters=dict(rope_type="linear", factor=8.0)))
+    other = merge(read, ModelConfig(name_or_path="it", rope_parameters=dict(rope_type="linear", factor=8.0)))
     with pytest.raises(ValueError, match="a gemma4_text cannot be exported with it"):
         exported(raw, read, other)
 

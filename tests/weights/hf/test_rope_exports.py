@@ -143,7 +143,7 @@ def test_older_readers_get_their_own_keys(tmp_path):
         getattr(transformers, kind)(**sizes | MORE.get(name, {})).save_pretrained(directory)
         _, read = read_config(directory)
         raw = read_json(directory / "config.json") | {"transformers_version": "4.1.0"}
-        return exported(raw, read, merge(read, ModelConfig(**override)))
+        return exported(raw, read, merge(read, ModelConfig(name_or_path=name, **override)))
 
     yarn = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=16)
     llama = keys("llama", rope_parameters=yarn | {"rope_theta": 5e5}, max_position_embeddings=64)
@@ -171,6 +171,6 @@ def test_more_positions_without_a_scaling_keep_the_original_length(tmp_path):
     raw |= dict(rope_scaling=dict(rope_type="yarn", factor=4.0), model_type="llama")
     (tmp_path / "config.json").write_text(json.dumps(raw, default=str))
     _, read = read_config(tmp_path)
-    now = merge(read, ModelConfig(max_position_embeddings=128))
+    now = merge(read, ModelConfig(name_or_path="it", max_position_embeddings=128))
     (tmp_path / "config.json").write_text(json.dumps(exported(raw, read, now), default=str))
     assert same_rope(read_config(tmp_path)[1], now)
