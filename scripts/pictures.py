@@ -136,6 +136,7 @@ def draw_extension(file: Path, name: str) -> None:
 
 
 def main() -> None:
+    draw_extension(RESULTS / "extension_h200.png", "extension_h200.jsonl")
     draw_in_less_memory(RESULTS / "less_memory_h200.png")
     draw_memory_curves(RESULTS / "memory_speed_h200.png")
     speeds: dict[str, list[dict[str, float]]] = {}

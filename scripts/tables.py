@@ -28,6 +28,8 @@ from measurements import (
     tokens,
 )
 
+from bptjax.tasks import TASKS
+
 ROOT = Path(__file__).parents[1]
 EXTENSION = "extension_h200.jsonl"
 DOCUMENTS = (
@@ -563,50 +565,97 @@ def extension_perplexity() -> str:
 
 def extension_scores() -> str:
     """The scores of a model's tasks by length, before and after its context was extended."""
-    found = {(r["variant"], r["task"], r["length"]): r for r in read(EXTENSION) if "task" in r}
-    lengths = sorted({length for _, _, length in found})
+    models = {
+        "before": "before",
+        "theta": "after",
+        "smaller_theta_200_steps": "after 200 steps, theta 1.6 million",
+    }
+    rows = [r for r in read(EXTENSION) if "task" in r]
+    found = {(r["task"], r["variant"], r["length"]): r for r in rows}
+    lengths = sorted({r["length"] for r in rows})
     form = "{score:.2f} ({low:.2f}–{high:.2f})"
     body = [
-        [task, "before" if variant == "before" else "after"]
-        + [form.format(**row) if (row := found.get((variant, task, n))) else "" for n in lengths]
-        for task in dict.fromkeys(task for _, task, _ in found)
-        for variant in ("before", "theta")
+        [task, models[variant]]
+        + [form.format(**row) if (row := found.get((task, variant, n))) else "" for n in lengths]
+        for task, variant in sorted(
+            {(r["task"], r["variant"]) for r in rows if r["variant"] in models},
+            key=lambda x: (list(TASKS).index(x[0]), list(models).index(x[1])),
+        )
     ]
     return table(["task", "model", *(f"{n:,}" for n in lengths)], body)
 
 
 def extension_ways() -> str:
-    """Ways to extend a context: held-out loss, perplexity and pass keys at the greatest length."""
+    """Ways to extend a context: held-out loss, perplexity and pass keys."""
     ways: dict[str, list[Row]] = {}
     for row in read(EXTENSION):
         ways.setdefault(row["variant"], []).append(row)
+    ways.pop("before")
     body = []
-    for variant, rows in ways.items():
-        trained = next((r for r in rows if r["measure"] == "train"), None)
+    for rows in ways.values():
+        (run,) = (r for r in rows if r["measure"] == "train")
         ranges = [r for r in rows if r["measure"] == "perplexity"]
-        keys = {r["length"]: r["score"] for r in rows if r["measure"] == "passkey"}
-        longest = max(keys, default=0)
+        keys = {r["length"]: r for r in rows if r["measure"] == "passkey"}
+        form = "{score:.2f} ({low:.2f}–{high:.2f})"
         body.append(
             [
-                variant,
-                f"{trained['tokens'] / 1e6:.1f} million" if trained else "0",
-                f"{list(trained['held_out'].values())[-1]:.3f}" if trained else "",
-                *(f"{r['perplexity']:,.2f}" for r in (ranges[0], ranges[-1])),
-                *(f"{keys[n]:.2f}" if n in keys else "" for n in (longest // 2, longest)),
+                f"{run['rope_theta'] / 1e6:.1f} million",
+                f"{list(run['held_out'])[-1]}: {run['tokens'] / 1e6:.1f} million",
+                f"{run['seconds'] / 60:.1f}",
+                *(f"{r['perplexity']:.2f}" for r in (ranges[0], ranges[-1])),
+                f"{ranges[-1]['perplexity'] / ranges[-1]['short_perplexity']:.2f}",
+                *(form.format(**keys[n]) if n in keys else "" for n in (16384, 32768, 65536)),
             ]
         )
     return table(
         [
-            "way",
-            "tokens",
-            "held-out loss",
-            "perplexity, first range",
-            "perplexity, last range",
-            "pass keys, half the length",
-            "pass keys, full length",
+            "theta",
+            "steps: tokens",
+            "minutes",
+            "perplexity, first 8,192",
+            "perplexity, last 8,192",
+            "ratio to the last 4,096 tokens only",
+            *(f"pass keys, {n:,}" for n in (16384, 32768, 65536)),
         ],
         body,
     )
+
+
+def trees() -> str:
+    """The speed of attention with trees of tokens, beside documents of the same lengths."""
+    found = {(r["implementation"], r["case"], r["H"]): r for r in read("trees_h200.json")}
+    body = []
+    for case, other in (
+        ("8 chains", "8 documents"),
+        ("40 ragged chains", "40 ragged documents"),
+        ("pair of 1/16", "causal"),
+    ):
+        for H in (128, 64):
+            tree, same = (found["triton", x, H] for x in (case, other))
+            body.append(
+                [
+                    case,
+                    str(H),
+                    *(f"{row['step_tflops']:.0f}" for row in (tree, same)),
+                    f"{tree['step_tflops'] / same['step_tflops']:.2f}",
+                ]
+            )
+    return table(["case", "head size", "tree, TFLOP/s", "without, TFLOP/s", "ratio"], body)
+
+
+def pair_steps() -> str:
+    """Steps on pairs of answers with one copy of the prompt and with two, and on plain text."""
+    body = []
+    for r in read("pairs_h200.jsonl"):
+        numbers = [f"{r['T']:,}", r["attention"], f"{r['step_s']:.2f}", gib(r)]
+        if (answer := r["answer"]) is None:
+            body.append(["text", "", "", *numbers])
+            continue
+        copies = 1 if r["settings"]["objective.share_prompt"] else 2
+        prompt = (r["T"] - 2 * answer) // copies + 1
+        body.append(["pair", f"{copies} × {prompt:,}", f"2 × {answer:,}", *numbers])
+    head = ["step", "prompt", "answers", "tokens", "attention", "seconds", "memory"]
+    return table(head, body)
 
 
 def host_events() -> str:
@@ -677,6 +726,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "extension_perplexity": extension_perplexity,
     "extension_scores": extension_scores,
     "extension_ways": extension_ways,
+    "trees": trees,
+    "pair_steps": pair_steps,
     "host_events": host_events,
     "host_starts": host_starts,
 }
