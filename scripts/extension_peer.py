@@ -151,7 +151,7 @@ class Peer:
         load = dict(config=config, dtype=torch.float32, attn_implementation=attention)
         self.model: Any = LlamaForCausalLM.from_pretrained(directory, **load)
         self.model.to(self.device).train()  # pyrefly: ignore[bad-argument-type]
-        head = self.model.get_output_embeddings().weight
+        head = self.model.lm_head.weight
         modules = [m for m in self.model.modules() if isinstance(m, torch.nn.Linear)]
         decayed = {id(m.weight) for m in modules if m.weight is not head}
         self.copies: list[Any] = list(self.model.parameters())

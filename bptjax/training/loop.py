@@ -87,16 +87,17 @@ def train(run: TrainingRun, *, profile: bool = False) -> int:
             for line in (*run.check.lines(), *run.notes):
                 logs.progress.log(line)
         state = complete_state(run, start, logs.progress)
-        complete_references(run, state, start.step, logs.progress)
-        # All processes profile a step, or none.
-        profile = any(all_gather_json(profile))
-        loop = TrainLoop(run, checkpoints, logs, start, state, facts, profile)
-        loop.train(stopped)
-        _finish(loop)
+        if number := complete_references(run, state, start.step, logs.progress, stopped):
+            code = 128 + number
+        else:
+            # All processes profile a step, or none.
+            profile = any(all_gather_json(profile))
+            loop = TrainLoop(run, checkpoints, logs, start, state, facts, profile)
+            loop.train(stopped)
+            _finish(loop)
+            code = 128 + loop.stopped if loop.stopped else AGAIN if loop.returned else 0
     shutdown()
-    if loop.returned and not loop.stopped:
-        return AGAIN
-    return 128 + loop.stopped if loop.stopped else 0
+    return code
 
 
 class TrainLoop:

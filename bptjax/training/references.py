@@ -1,6 +1,7 @@
 """Scores the answers of all data with the model at the start of a run, for losses that compare a
 model with it."""
 
+import signal
 from collections.abc import Iterator
 from functools import partial
 
@@ -12,7 +13,7 @@ from bptjax.data.grouping import stacked
 from bptjax.data.packing import pack
 from bptjax.data.references import FILE, REFERENCE, key_of
 from bptjax.objectives.preferences import AnswersObjective
-from bptjax.parallel.distributed import raise_together
+from bptjax.parallel.distributed import all_reduce_max, raise_together
 from bptjax.run.metrics import NullLogger, RunProgress
 from bptjax.run.output import plural, replaced_files
 from bptjax.run.progress import Progress
@@ -38,16 +39,23 @@ def load_references(run: TrainingRun) -> None:
 
 
 def complete_references(
-    run: TrainingRun, state: TrainState, step: int, progress: RunProgress | NullLogger
-) -> None:
+    run: TrainingRun,
+    state: TrainState,
+    step: int,
+    progress: RunProgress | NullLogger,
+    stopped: list[int],
+) -> int:
     """Scores the answers of the training and held-out data before the first step, and stores the
     log-probabilities in the run directory. Does nothing if the objective does not read them.
+
+    Returns:
+      The number of a signal in `stopped` of any process, after which nothing is stored; else 0.
 
     Raises:
       ValueError: the run is resumed, and the file is missing.
     """
     if REFERENCE not in run.spec.encoding.fields:
-        return
+        return 0
     path = run.directory / FILE
     if step:
         with raise_together():
@@ -56,13 +64,17 @@ def complete_references(
                     f"{path}: must be there to resume step {step}; restore it, or choose another "
                     "run_dir"
                 )
-        return
+        return 0
     assert isinstance(run.spec.objective, AnswersObjective)
     logps: dict[bytes, np.ndarray] = {}
     answers = run.spec.objective.answers
     score, spec, total = answer_scorer(run.spec), run.spec, run.check.total or 0
     with jax.set_mesh(spec.mesh), Progress("scoring", total, progress.status) as shown:
         for keys, batch in _batches(run):
+            if number := int(all_reduce_max(max(stopped, default=0), spec.mesh)):
+                name = signal.Signals(number).name
+                progress.log(f"{name}: stopping; the next start scores all answers again")
+                return number
             scores = np.asarray(score(state.model, spec.layout.put(batch)))
             for own, values in zip(keys, scores, strict=True):
                 each = values[: answers * len(own)].reshape(-1, answers)
@@ -75,6 +87,7 @@ def complete_references(
         if jax.process_index() == 0:
             with replaced_files(run.directory) as fresh:
                 run.spec.references.save(fresh / FILE)
+    return 0
 
 
 def _batches(run: TrainingRun) -> Iterator[tuple[list[list[bytes]], Example]]:

@@ -4,6 +4,7 @@ import json
 import math
 import re
 import shutil
+import signal
 from dataclasses import replace
 
 import jax
@@ -22,6 +23,7 @@ from bptjax.objectives.simpo import SimPO
 from bptjax.ops.labels import IGNORED
 from bptjax.parallel.mesh import ParallelConfig, make_mesh
 from bptjax.run.metrics import read_metrics
+from bptjax.training import references
 from bptjax.training.state import split_trained
 from bptjax.training.step import compile_step, random_batch
 from bptjax.weights.lora import AdapterConfig, LoraKernel, join, without_adapters
@@ -351,6 +353,26 @@ def test_a_resumed_run_reads_its_references(folder, tmp_path, capsys):
     whole, found = losses(tmp_path / "whole"), losses(run_dir)
     assert {k: x for k, x in whole.items() if k in found} == found
     assert (6, "train/loss") in found
+
+
+@pytest.mark.thorough
+def test_a_signal_ends_the_scoring(folder, tmp_path, monkeypatch):
+    """Nothing is stored, and the same command scores all answers."""
+    run_dir, batches = tmp_path / "run", references._batches
+
+    def interrupted(run):
+        for batch in batches(run):
+            signal.raise_signal(signal.SIGTERM)
+            yield batch
+
+    monkeypatch.setattr(references, "_batches", interrupted)
+    assert run(folder, run_dir) == 143
+    assert not (run_dir / "reference.npz").exists()
+    assert (
+        "SIGTERM: stopping; the next start scores all answers" in (run_dir / "log.txt").read_text()
+    )
+    monkeypatch.undo()
+    assert run(folder, run_dir) == 0 and (run_dir / "reference.npz").exists()
 
 
 @pytest.mark.thorough

@@ -16,9 +16,9 @@ from bptjax.weights.hf.families.family import Family
 # Key that only an encoder without classes takes from a training config.
 CLASSES = "encoder.classes"
 # ProLong (arXiv 2410.02660) extends Llama 3 from 8,192 positions and theta 5e5 to 65,536 with theta
-# 8e6, and to 524,288 with theta 1.28e8: 16 and 256 times, for 8 and 64 times the length. With
-# SmolLM2's smaller theta, 1e5, the same power gave 1.6e6, with which it found far fewer pass keys at
-# 65,536 tokens than with 6.4e6 (docs/recipes.md). So this is the least theta at this length.
+# 8e6, and to 524,288 with theta 1.28e8: 16 and 256 times, for 8 and 64 times the length. The same
+# power gives SmolLM2, whose theta is 1e5, 1.6e6 for 65,536 positions, with which it found far fewer
+# pass keys there than with 6.4e6 (docs/recipes.md).
 THETA_POWER = 4 / 3
 LEAST_THETA, AT_LENGTH = 6.4e6, 65_536
 # rope_parameters in configs of earlier runs that set none.

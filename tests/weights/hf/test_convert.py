@@ -186,7 +186,9 @@ def test_unsupported_keys_are_refused_by_name(tmp_path, name, change, message):
 
 def test_keys_that_a_training_config_may_set(llama):
     _, read = read_config(llama(rope_parameters={"rope_type": "default", "rope_theta": 5e5}))
-    scaled = merge(read, ModelConfig(name_or_path="it", rope_parameters={"rope_type": "yarn", "factor": 4.0}))
+    scaled = merge(
+        read, ModelConfig(name_or_path="it", rope_parameters={"rope_type": "yarn", "factor": 4.0})
+    )
     assert scaled.rope_parameters == dict(
         rope_type="yarn", factor=4.0, rope_theta=5e5, original_max_position_embeddings=2048
     )
@@ -225,7 +227,9 @@ def test_extend_to_sets_positions_and_theta(llama):
         merge(merged, wanted)
     with pytest.raises(ValueError, match="sets model.rope_parameters; leave one of them out"):
         merge(read, replace(wanted, rope_parameters=plain | dict(rope_theta=1e6)))
-    yarn = merge(read, ModelConfig(name_or_path="it", rope_parameters={"rope_type": "yarn", "factor": 4.0}))
+    yarn = merge(
+        read, ModelConfig(name_or_path="it", rope_parameters={"rope_type": "yarn", "factor": 4.0})
+    )
     for other, kind in ((yarn, "yarn"), (replace(read, position_embedding="alibi"), "alibi")):
         with pytest.raises(ValueError, match=f"must be left out with {kind} positions"):
             merge(other, wanted)
@@ -239,7 +243,9 @@ def test_the_scaling_is_that_of_full_attention(tmp_path):
     raw = config("gemma3").to_dict() | dict(model_type="gemma3_text")
     (tmp_path / "config.json").write_text(json.dumps(raw, default=str))
     _, read = read_config(tmp_path)
-    scaled = merge(read, ModelConfig(name_or_path="it", rope_parameters={"rope_type": "linear", "factor": 8.0}))
+    scaled = merge(
+        read, ModelConfig(name_or_path="it", rope_parameters={"rope_type": "linear", "factor": 8.0})
+    )
     assert scaled.rope_parameters["full_attention"]["factor"] == 8.0
     assert scaled.rope_parameters["sliding_attention"] == read.rope_parameters["sliding_attention"]
 

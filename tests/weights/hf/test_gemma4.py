@@ -153,7 +153,9 @@ def test_longer_positions_of_full_layers(tmp_path):
     assert new["rope_parameters"]["full_attention"]["factor"] == 8.0
     (tmp_path / "config.json").write_text(json.dumps(new))
     assert read_config(tmp_path)[1].rope_parameters == now.rope_parameters
-    other = merge(read, ModelConfig(name_or_path="it", rope_parameters=dict(rope_type="linear", factor=8.0)))
+    other = merge(
+        read, ModelConfig(name_or_path="it", rope_parameters=dict(rope_type="linear", factor=8.0))
+    )
     with pytest.raises(ValueError, match="a gemma4_text cannot be exported with it"):
         exported(raw, read, other)
 

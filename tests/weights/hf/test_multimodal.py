@@ -159,7 +159,9 @@ def test_changed_keys_are_written_where_the_text_model_reads_them(tmp_path, flat
         (directory / "config.json").write_text(json.dumps(raw))
     _, read = read_config(directory)
     yarn = dict(rope_type="yarn", factor=2.0)
-    now = merge(read, ModelConfig(name_or_path="it", rope_parameters=yarn, max_position_embeddings=65536))
+    now = merge(
+        read, ModelConfig(name_or_path="it", rope_parameters=yarn, max_position_embeddings=65536)
+    )
     new = exported(raw, read, now)
     own = new if flat else new["text_config"]
     assert own["max_position_embeddings"] == 65536
