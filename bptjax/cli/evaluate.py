@@ -12,7 +12,7 @@ from rich.console import Console
 from bptjax.cli.main import launch, warn
 from bptjax.evaluation import EVALUATIONS, Evaluation
 from bptjax.models.decoder import Decoder
-from bptjax.models.generation import length_warning
+from bptjax.models.generation import length_warning, mesh_setter
 from bptjax.parsing.keys import check_seed
 from bptjax.run.yaml_files import RUN_CONFIG, read_yaml
 from bptjax.tasks import QUESTIONS, task_names
@@ -47,11 +47,13 @@ def run(args: Namespace) -> int:
         pretrained, tokenizer = opened[name]
         if len(opened) > 1:
             print(f"model: {name}")
-        model = load_opened(pretrained, args.dtype, args.device, warn, cached=(1, longest))
+        how: dict[str, Any] = dict(tp=args.tp, sp=args.sp, cached=(1, longest))
+        model = load_opened(pretrained, args.dtype, args.device, warn, **how)
         if (length := trained_length(name, model)) is not None:
             trained[name] = length
         for kind, evaluation in chosen.items():
-            found = evaluation.rows(name, model, tokenizer)
+            with mesh_setter(model)():
+                found = evaluation.rows(name, model, tokenizer)
             rows[kind] = [dict(model=name) | row for row in found] + rows[kind]
             if name == args.model[0]:
                 _report(evaluation, rows[kind], args.out / kind, sorted(set(trained.values())))

@@ -101,6 +101,15 @@ def _model_flags(parser: Parser, more: str = "", **how: Any) -> None:
     add("--device", choices=["auto", "cpu", "gpu"], default="auto", help=device)
 
 
+def _mesh_flags(parser: Parser) -> None:
+    """Adds the flags of a mesh of devices."""
+    add = parser.add_argument_group("devices").add_argument
+    tp = "devices that shard heads, feed-forward network and vocabulary"
+    add("--tp", type=int, default=1, help=tp)
+    sp = "devices that shard the tokens of the key-value cache"
+    add("--sp", type=int, default=1, help=sp)
+
+
 def _sampling_flags(add: Callable[..., Any]) -> None:
     """Adds the flags of `Sampling`, --stop and --seed."""
     add("--temperature", type=float, help="0 takes the most likely token")
@@ -131,11 +140,7 @@ def generate() -> Parser:
     add("--chat", action="store_true", help="prompts are user messages, in the chat template")
     add("--system", help="system message before each prompt; needs --chat")
     add("--prefill_chunk", type=int, default=2048, help="prompt tokens processed at a time")
-    add = parser.add_argument_group("devices").add_argument
-    tp = "devices that shard heads, feed-forward network and vocabulary"
-    add("--tp", type=int, default=1, help=tp)
-    sp = "devices that shard the tokens of the key-value cache"
-    add("--sp", type=int, default=1, help=sp)
+    _mesh_flags(parser)
     defaults = "Defaults come from generation_config.json, or else temperature is 0.7 with --chat."
     add = parser.add_argument_group("sampling", defaults).add_argument
     most = "largest number of tokens in a continuation"
@@ -187,6 +192,7 @@ def evaluate() -> Parser:
         "lm-evaluation-harness. Prints tables and writes JSON and plots.",
     )
     _model_flags(parser, ". Repeated, compares models in the same tables.", action="append")
+    _mesh_flags(parser)
     add = parser.add_argument_group("data").add_argument
     add("--data", help="file, directory or glob of text, records or chats")
     key = "field of a record that holds its text. If not set, that of the run, or text."

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from jax.sharding import Mesh
 from rich.table import Table
 
 from bptjax.config import Config
@@ -184,7 +185,7 @@ class _OfModel:
         return [row]
 
     def _spec(self, model: Decoder) -> TrainSpec:
-        """Returns the settings of a run that evaluates the model on its device.
+        """Returns the settings of a run that evaluates the model on its devices.
 
         Raises:
           ValueError: the sequences are longer than the learned positions.
@@ -198,8 +199,10 @@ class _OfModel:
             raise ValueError(
                 f"--seq_len={self.longest}: must be at most {most}, the model's positions"
             )
-        (device,) = model.head_matrix.devices()
-        mesh = make_mesh(ParallelConfig(fsdp=1), [device])
+        where = model.head_matrix.sharding
+        mesh = getattr(where, "mesh", None)
+        if not isinstance(mesh, Mesh):
+            mesh = make_mesh(ParallelConfig(fsdp=1), list(where.device_set))
         config = replace_keys(config, changes)
         return TrainSpec(config, model.config, mesh, references=self.references)
 

@@ -109,7 +109,7 @@ def generate(
     alone = jax.process_count() == 1
     done, ahead = 0, 1 if alone else MOST_AHEAD
     # Entered for one call at a time: a suspended generator must not leave its mesh set.
-    on_mesh = _mesh_setter(model)
+    on_mesh = mesh_setter(model)
     while done < new_tokens:
         crossed = (held_lengths <= rotation_change) & (lengths > rotation_change)
         with on_mesh():
@@ -189,7 +189,7 @@ def length_warning(config: ModelConfig, length: int) -> str | None:
     )
 
 
-def _mesh_setter(model: Decoder) -> Callable[[], AbstractContextManager]:
+def mesh_setter(model: Decoder) -> Callable[[], AbstractContextManager]:
     """Returns `jax.set_mesh` for the mesh of the model's parameters; does nothing without one."""
     where = jax.tree.leaves(model)[0].sharding
     if not isinstance(where, NamedSharding):

@@ -11,14 +11,19 @@ import numpy as np
 import pytest
 from rich.console import Console
 from tiers import fast
+from weights.hf.cases import config as hf_config
+from weights.hf.loading import random_base
 
+from bptjax import load
 from bptjax.cli import evaluate
 from bptjax.data.stream import Stream, StreamSizes
 from bptjax.data.text import open_documents
 from bptjax.data.tokenizer import ByteTokenizer
 from bptjax.evaluation import context, perplexity
+from bptjax.evaluation.likelihoods import log_likelihoods
 from bptjax.models.config import ModelConfig
 from bptjax.models.decoder import Decoder
+from bptjax.models.generation import mesh_setter
 from bptjax.ops.loss import linear_cross_entropy
 
 BYTES = ByteTokenizer()
@@ -303,3 +308,49 @@ def test_the_trained_length_is_that_of_the_run_or_the_checkpoint(tmp_path, model
     assert evaluate.trained_length("some/hub-id", model) is None
     (tmp_path / "config.yaml").write_text("train: {seq_len: 77}")
     assert evaluate.trained_length(str(tmp_path), model) == 77
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """A directory with a llama of four heads, and a file of text."""
+    folder, raw = tmp_path_factory.mktemp("mesh"), hf_config("llama")
+    raw.vocab_size = ByteTokenizer.vocab_size
+    BYTES.save(random_base(folder / "model", raw))
+    (folder / "text.txt").write_text(
+        "".join(f"{i} plus {i % 7} is {i + i % 7}. " for i in range(40))
+    )
+    return folder
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("flags", ["--tp=2", "--sp=2", "--tp=2 --sp=2"])
+def test_a_mesh_of_devices_gives_the_rows_of_one(flags, checkpoint, tmp_path):
+    def rows(*flags):
+        out, found = tmp_path / "_".join(["out", *flags]), {}
+        data = f"--data={checkpoint / 'text.txt'}"
+        for kind, own in {
+            "held_out": [data, "--seq_len=63"],
+            "perplexity": [data, "--perplexity=200", "--short_context=32"],
+            "tasks": ["--tasks", "passkey", "--lengths", "600", "--samples=3"],
+        }.items():
+            command = [f"--model={checkpoint / 'model'}", "--device=cpu", f"--out={out}"]
+            assert evaluate.main([*command, *own, *flags]) == 0
+            found[kind] = json.loads((out / f"{kind}.json").read_text())
+        return found
+
+    alone, together = rows(), rows(*flags.split())
+    for kind, own in alone.items():
+        for one, other in zip(own, together[kind], strict=True):
+            numbers = {name: x for name, x in one.items() if isinstance(x, float)}
+            assert {name: other[name] for name in numbers} == pytest.approx(numbers, rel=1e-5)
+            assert one.keys() == other.keys()
+
+
+def test_log_likelihoods_on_a_mesh_are_those_of_one_device(checkpoint):
+    texts, found = [("1 plus", " 3"), ("x", "yz")], []
+    pairs = [(list(BYTES.encode(a)), list(BYTES.encode(b))) for a, b in texts]
+    for tp in (1, 2):
+        decoder, *_ = load(str(checkpoint / "model"), tp=tp, device="cpu")
+        with mesh_setter(decoder)():
+            found.append(np.array(log_likelihoods(decoder, pairs, dtype=jnp.float32)))
+    np.testing.assert_allclose(found[1], found[0], rtol=1e-5)
