@@ -14,6 +14,7 @@ from bptjax.parsing.keys import flatten, replace_keys
 from bptjax.run.json_files import read_json
 from bptjax.run.output import leftovers, write_atomically
 from bptjax.run.yaml_files import RUN_CONFIG, read_yaml
+from bptjax.weights.hf.config import EARLIER_ROPE
 
 # The start date of a run, which chat templates may read.
 START = "start.json"
@@ -106,6 +107,9 @@ def saved_values(run_dir: Path) -> dict[str, Any]:
             # The sources of an older version lack newer keys too.
             plain = asdict(SourceConfig(""))
             saved["data.sources"] = [plain | x if isinstance(x, dict) else x for x in sources]
+        rope = "model.rope_parameters"
+        if saved.get("model.name_or_path") and saved.get(rope) == EARLIER_ROPE:
+            saved[rope] = {}
         return saved
     except ValueError as error:
         raise ValueError(f"{file} is damaged: {error}; choose another run_dir") from error
