@@ -336,6 +336,7 @@ def to_yaml(config: Config) -> str:
 
     tree = dataclasses.asdict(config)
     if config.model.name_or_path is not None:
-        defaults = flatten(ModelConfig())
+        name = config.model.name_or_path
+        defaults = flatten(ModelConfig(name_or_path=name)) | {"name_or_path": None}
         tree["model"] = nest({k: x for k, x in flatten(config.model).items() if x != defaults[k]})
     return yaml.safe_dump(tree, sort_keys=False)

@@ -77,6 +77,9 @@ def acquire_run_dir(run_dir: Path, config: Config) -> None:
         ours = flatten(config)
         # The config of an older version lacks newer keys.
         theirs = flatten(Config()) | OLD_VALUES | saved_values(run_dir)
+        rope = "model.rope_parameters"
+        if theirs["model.name_or_path"] and theirs[rope] == EARLIER_ROPE:
+            theirs[rope] = {}
         for key in sorted(theirs.keys() | ours.keys()):
             if key.startswith(RESUMABLE_KEYS) or theirs.get(key) == ours.get(key):
                 continue
@@ -107,9 +110,6 @@ def saved_values(run_dir: Path) -> dict[str, Any]:
             # The sources of an older version lack newer keys too.
             plain = asdict(SourceConfig(""))
             saved["data.sources"] = [plain | x if isinstance(x, dict) else x for x in sources]
-        rope = "model.rope_parameters"
-        if saved.get("model.name_or_path") and saved.get(rope) == EARLIER_ROPE:
-            saved[rope] = {}
         return saved
     except ValueError as error:
         raise ValueError(f"{file} is damaged: {error}; choose another run_dir") from error

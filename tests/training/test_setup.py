@@ -348,7 +348,8 @@ def test_a_fine_tuning_run_logs_its_defaults_and_keeps_them(
     assert open_pretrained(ModelConfig(name_or_path=str(tmp_path / "run"))).config.hidden_size == 16
     # Older versions wrote the defaults. The run goes on, and its model is found.
     old = yaml.safe_load(saved)
-    old["model"] = asdict(ModelConfig(name_or_path=str(uninterrupted)))
+    defaults = asdict(ModelConfig(name_or_path=str(uninterrupted)))
+    old["model"] = defaults | {"rope_parameters": {"rope_theta": 10_000.0}}
     (tmp_path / "run" / "config.yaml").write_text(yaml.safe_dump(old))
     assert open_pretrained(ModelConfig(name_or_path=str(tmp_path / "run"))).config.hidden_size == 16
     assert main([flag.replace("steps=2", "steps=3") for flag in command]) == 0

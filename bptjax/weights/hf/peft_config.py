@@ -51,7 +51,7 @@ def read_base(directory: Path) -> ModelConfig:
     try:
         if not isinstance(changed.get("rope_parameters", {}), dict):
             raise TypeError(f"rope_parameters={changed['rope_parameters']!r}")
-        return replace_keys(ModelConfig(), changed | {"name_or_path": name})
+        return replace_keys(ModelConfig(name_or_path=name), changed)
     except (AttributeError, TypeError, ValueError) as error:
         raise ValueError(f"{file} is damaged: {error}") from error
 
