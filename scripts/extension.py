@@ -43,7 +43,7 @@ VARIANTS: dict[str, list[str]] = {
     "theta": [],
     "theta_seed_1": ["--seed=1", "--data.seed=1"],
     "theta_seed_2": ["--seed=2", "--data.seed=2"],
-    # What ProLong's power of the ratio gives SmolLM2 at 65,536 tokens.
+    # ProLong's rule alone gives SmolLM2 this theta at 65,536 tokens.
     "smaller_theta": [*NO_EXTENSION, "--model.rope_parameters.rope_theta=1.6e6"],
     "larger_theta": [*NO_EXTENSION, "--model.rope_parameters.rope_theta=2.56e7"],
     "unscaled": NO_EXTENSION,

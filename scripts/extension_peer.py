@@ -285,7 +285,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--attention", choices=["sdpa", "flex_attention"], default="sdpa")
     parser.add_argument("--checkpointing", action="store_true", help="recompute the layers")
     parser.add_argument("--no_liger", dest="liger", action="store_false")
-    parser.add_argument("--commit", help="where the source is no repository")
+    parser.add_argument("--commit", help="commit of the source, if it is not in a git repository")
     args, keys = parser.parse_known_args(argv)
     if args.dump:
         dump(args.dump, args.steps, keys)

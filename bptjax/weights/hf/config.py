@@ -21,7 +21,7 @@ CLASSES = "encoder.classes"
 # pass keys there than with 6.4e6 (docs/recipes.md).
 THETA_POWER = 4 / 3
 LEAST_THETA, AT_LENGTH = 6.4e6, 65_536
-# rope_parameters beside a checkpoint in the configs of earlier runs that set none.
+# Earlier versions wrote this default into the configs of runs that start from a checkpoint.
 EARLIER_ROPE = {"rope_theta": 10_000.0}
 # Keys that change no result in any family.
 NEUTRAL = {

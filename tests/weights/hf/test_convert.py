@@ -202,7 +202,7 @@ def test_flags_of_rotary_positions_keep_the_checkpoints_theta(llama):
     flags = ["--model.rope_parameters.rope_type=linear", "--model.rope_parameters.factor=4"]
     scaled = merge(read, parse(["--model.name_or_path=it", *flags]).model)
     assert scaled.rope_parameters == dict(rope_type="linear", factor=4, rope_theta=5e5)
-    # A new model has a default, and a run of an earlier version had it beside a checkpoint too.
+    # The default of a new model. Earlier versions also wrote it for runs from a checkpoint.
     assert parse(flags).model.rope_parameters["rope_theta"] == 1e4
     earlier = ModelConfig(name_or_path="it", rope_parameters={"rope_theta": 1e4})
     assert merge(read, earlier).rope_parameters["rope_theta"] == 5e5
