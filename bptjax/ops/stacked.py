@@ -40,6 +40,30 @@ def read_entry(
     return tuple(structure.unflatten(part) for part in zip(*pairs, strict=True))
 
 
+def get_entry(stack: PyTree, index: Array) -> PyTree:
+    """Returns one entry of each array, on the device. Has no gradient."""
+
+    def get(x):
+        return move(jax.lax.dynamic_index_in_dim(x, index, keepdims=False), jax.memory.Space.Device)
+
+    return jax.tree.map(get, stack)
+
+
+def put_entry(stack: PyTree, entry: PyTree, index: Array) -> PyTree:
+    """Writes one entry of each array, in the memory that holds the array."""
+
+    def put(x, y):
+        y = move(y[None], jax.typeof(x).memory_space)
+        return jax.lax.dynamic_update_index_in_dim(x, y, index, axis=0)
+
+    return jax.tree.map(put, stack, entry)
+
+
+def move(x: Array, space: jax.memory.Space) -> Array:
+    """Moves an array to a memory space."""
+    return x if jax.typeof(x).memory_space == space else jax.device_put(x, space)
+
+
 @jax.custom_vjp
 def close_slots(x: Array, slots: PyTree) -> Array:
     """Returns `x`, a result of the last loop. With this call, XLA materializes the slots' zeros

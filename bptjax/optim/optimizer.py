@@ -21,6 +21,7 @@ from bptjax.ops.quantize import (
     random_bits,
     stochastic_round,
 )
+from bptjax.ops.stacked import get_entry, put_entry
 from bptjax.ops.target import platform
 from bptjax.optim.update_rules import AdamW, Lion, Muon, UpdateRule
 from bptjax.parallel.sliced_update import SLICE_ELEMENTS, update_in_slices
@@ -358,26 +359,18 @@ class Update:
         old = p, {name: slots[name] for name in rule.slots}
         # int8 blocks, host transfers and matrix products need leaf-sized temporaries, so update
         # these slice by slice. XLA fuses the rest into one in-place kernel (except on CPU).
+        spaces = {jax.typeof(x).memory_space for x in jax.tree.leaves((g, slots))}
         sliced = (
-            config.state_dtype == "int8"
-            or config.state_memory_kind == "pinned_host"
-            or jax.typeof(g.get_value()).memory_space == jax.memory.Space.Host
-            or platform() == "cpu"
+            config.state_dtype == "int8" or jax.memory.Space.Host in spaces or platform() == "cpu"
         )
         if sliced or rule.unsliced_axes > 1:
             options = dict(axes=p.axes, when=when, unsliced_axes=rule.unsliced_axes)
             return update_in_slices(
                 step, old, g, key, index=index, slice_elements=slice_elements, **options
             )
-        entry = old
-        if index is not None:
-            at = partial(jax.lax.dynamic_index_in_dim, index=index, keepdims=False)
-            entry = jax.tree.map(at, old)
+        entry = old if index is None else get_entry(old, index)
         new = jax.tree.map(partial(jnp.where, when), step(entry, g, key), entry)
-        if index is None:
-            return new
-        put = partial(jax.lax.dynamic_update_index_in_dim, index=index, axis=0)
-        return jax.tree.map(put, old, new)
+        return new if index is None else put_entry(old, new, index)
 
 
 def _step(rule, scale, rate, decay, count, old, g, key):

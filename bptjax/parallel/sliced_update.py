@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import PartitionSpec
 
+from bptjax.ops.stacked import move
 from bptjax.parallel.mesh import sharding
 
 # Smaller slices would spend most of their time on kernel launches.
@@ -104,12 +105,12 @@ def _loop(
             return (*entry, *start, *zeros), (*ones, *lengths, *rest)
 
         def read(x, entry=()):
-            x = _to(jax.memory.Space.Device, jax.lax.dynamic_slice(x, *at(x, entry)))
+            x = move(jax.lax.dynamic_slice(x, *at(x, entry)), jax.memory.Space.Device)
             return x.reshape(x.shape[len(entry) :])
 
         def write(x, y):
             where, sizes = at(x, entry)
-            y = _to(jax.typeof(x).memory_space, y.reshape(sizes))
+            y = move(y.reshape(sizes), jax.typeof(x).memory_space)
             return jax.lax.dynamic_update_slice(x, y, where)
 
         old = jax.tree.map(partial(read, entry=entry), state)
@@ -137,8 +138,3 @@ def _loop(
 
 def _ceil_div(n: int, d: int) -> int:
     return -(-n // d)
-
-
-def _to(space: jax.memory.Space, x: Array) -> Array:
-    """Moves `x` to a memory space."""
-    return x if jax.typeof(x).memory_space == space else jax.device_put(x, space)

@@ -396,6 +396,10 @@ def compile_step(
     if float8:
         # XLA may choose its own kernels over cuBLAS, but they take wider operands.
         options["xla_gpu_enable_triton_gemm"] = False
+    if offloaded and spec.in_backward and platform() == "gpu":
+        # With the default of 2, most transfers to and from host memory wait for each other, and
+        # the layers for them.
+        options["xla_gpu_experimental_parallel_async_compute_limit"] = "64"
     with jax.set_mesh(spec.mesh):
         compiled = step.lower(state, batch).compile(options)
     if float8 and not is_absent():

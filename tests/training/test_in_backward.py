@@ -103,7 +103,16 @@ CASES = {
     "zero stage 1": dict(parallel=dict(dp=1, fsdp=4, sp=2, zero_stage=1)),
     "zero stage 2": dict(parallel=dict(dp=2, fsdp=2, tp=2, zero_stage=2)),
 }
-FAST = {"decoder", "mesh"}
+# Optimizer states in host memory.
+CASES |= {
+    f"{name}, states on the host": CASES[name]
+    | dict(optimizer=CASES[name].get("optimizer", {}) | dict(state_memory_kind="pinned_host"))
+    for name in (
+        *("decoder", "linear attention", "gemma4 in groups", "muon", "lora", "experts on a mesh"),
+        *("mesh", "zero stage 1", "zero stage 2"),
+    )
+}
+FAST = {"decoder", "mesh", "linear attention, states on the host"}
 
 
 def spec_of(
