@@ -271,6 +271,7 @@ def measure(
         state, metrics = step(state, batch)
         losses.append(float(metrics["train/loss"]))
         times.append(time.perf_counter() - start)
+        print(f"step {len(times)}: {times[-1]:.2f} s", file=sys.stderr)
     stats = jax.devices()[0].memory_stats() or {}
     if profile:
         with jax.profiler.trace(str(profile)):
