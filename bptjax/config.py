@@ -331,12 +331,11 @@ def _choices(hint: Any) -> list[Any]:
 
 def to_yaml(config: Config) -> str:
     """Formats the config as YAML. With a checkpoint, leaves out the model's keys that have their
-    defaults, because the checkpoint determines these values."""
+    defaults or are empty, because the checkpoint determines these values."""
     import yaml
 
     tree = dataclasses.asdict(config)
     if config.model.name_or_path is not None:
-        name = config.model.name_or_path
-        defaults = flatten(ModelConfig(name_or_path=name)) | {"name_or_path": None}
-        tree["model"] = nest({k: x for k, x in flatten(config.model).items() if x != defaults[k]})
+        each, defaults = flatten(config.model), flatten(ModelConfig())
+        tree["model"] = nest({k: x for k, x in each.items() if x not in (defaults[k], {})})
     return yaml.safe_dump(tree, sort_keys=False)

@@ -14,7 +14,6 @@ from bptjax.parsing.keys import flatten, replace_keys
 from bptjax.run.json_files import read_json
 from bptjax.run.output import leftovers, write_atomically
 from bptjax.run.yaml_files import RUN_CONFIG, read_yaml
-from bptjax.weights.hf.config import EARLIER_ROPE
 
 # The start date of a run, which chat templates may read.
 START = "start.json"
@@ -74,14 +73,14 @@ def acquire_run_dir(run_dir: Path, config: Config) -> None:
     """
     check_run_dir(run_dir)
     if (run_dir / RUN_CONFIG).exists():
-        ours = flatten(config)
-        # The config of an older version lacks newer keys.
-        theirs = flatten(Config()) | OLD_VALUES | saved_values(run_dir)
-        rope = "model.rope_parameters"
-        if theirs["model.name_or_path"] and theirs[rope] == EARLIER_ROPE:
-            theirs[rope] = {}
+        ours, default = flatten(config), flatten(Config())
+        # The config of an older version lacks newer keys, and has the defaults of a new model for
+        # empty ones.
+        theirs = default | OLD_VALUES | saved_values(run_dir)
+        named = ours | {key: default[key] for key, value in ours.items() if value == {}}
         for key in sorted(theirs.keys() | ours.keys()):
-            if key.startswith(RESUMABLE_KEYS) or theirs.get(key) == ours.get(key):
+            same = theirs.get(key) in (ours.get(key), named.get(key))
+            if key.startswith(RESUMABLE_KEYS) or same:
                 continue
             raise ValueError(
                 f"{run_dir} belongs to a run with {key}={theirs.get(key)}, and this run has "

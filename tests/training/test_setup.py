@@ -16,6 +16,7 @@ from bptjax.data.check import DataCheck
 from bptjax.models.config import ModelConfig
 from bptjax.models.execution import ExecutionConfig
 from bptjax.parsing.keys import flatten
+from bptjax.training.run_directory import acquire_run_dir
 from bptjax.training.setup import _with_defaults
 from bptjax.weights.pretrained import open_pretrained
 from training.runs import rows
@@ -352,6 +353,8 @@ def test_a_fine_tuning_run_logs_its_defaults_and_keeps_them(
     old["model"] = defaults | {"rope_parameters": {"rope_theta": 10_000.0}}
     (tmp_path / "run" / "config.yaml").write_text(yaml.safe_dump(old))
     assert open_pretrained(ModelConfig(name_or_path=str(tmp_path / "run"))).config.hidden_size == 16
+    saved = parse(["--config", str(tmp_path / "run" / "config.yaml")]).on("cpu")
+    acquire_run_dir(tmp_path / "run", saved)
     assert main([flag.replace("steps=2", "steps=3") for flag in command]) == 0
     assert sorted(rows(tmp_path / "run")) == [1, 2, 3]
     assert "hidden_size" not in (tmp_path / "run" / "config.yaml").read_text()

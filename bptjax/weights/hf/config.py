@@ -21,8 +21,6 @@ CLASSES = "encoder.classes"
 # pass keys there than with 6.4e6 (docs/recipes.md).
 THETA_POWER = 4 / 3
 LEAST_THETA, AT_LENGTH = 6.4e6, 65_536
-# Earlier versions wrote this default into the configs of runs that start from a checkpoint.
-EARLIER_ROPE = {"rope_theta": 10_000.0}
 # Keys that change no result in any family.
 NEUTRAL = {
     "_name_or_path",
@@ -110,13 +108,13 @@ def merge(pretrained: ModelConfig, wanted: ModelConfig) -> ModelConfig:
     Raises:
       ValueError: the training config sets a key that the checkpoint determines.
     """
-    own, default = flatten(pretrained), flatten(ModelConfig(name_or_path=wanted.name_or_path))
+    own, default = flatten(pretrained), flatten(ModelConfig())
     changes: dict[str, Any] = {}
     for key, value in flatten(wanted).items():
-        # A config may repeat the number of classes, as in the run that created them.
-        if value == default[key] or key == CLASSES and value == pretrained.encoder.classes:
-            continue
-        if key == "rope_parameters" and value == EARLIER_ROPE:
+        # Earlier versions wrote the defaults of a new model for empty keys. A config may repeat the
+        # number of classes, as in the run that created them.
+        unset = value in (default[key], {})
+        if unset or key == CLASSES and value == pretrained.encoder.classes:
             continue
         if key == CLASSES and not pretrained.encoder.classes:
             raise ValueError(
