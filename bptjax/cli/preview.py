@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from bptjax.data.loader import data_check, train_loader
 from bptjax.data.marked import marked
 from bptjax.data.records import readable
 from bptjax.data.rows import Compound, Document, TokenIds
+from bptjax.data.sources import Mixture
 from bptjax.ops.labels import IGNORED
 from bptjax.parallel.mesh import select_devices
 from bptjax.run.metrics import printable
@@ -108,7 +110,7 @@ def preview(config: PreviewConfig, console: Console) -> None:
         _print_lengths(account, console)
     if config.out is not None and counted:
         _draw_lengths(counted, Path(config.out))
-    first = next(readable(data.train, "skip"), None)
+    first = _first(data, data_config)
     if first is not None:
         _print_record(first, data, data_config, config.shown_tokens, console)
     shards = data_config.num_shards
@@ -170,6 +172,19 @@ def _draw_lengths(accounts: list[Account], out: Path) -> None:
     axes.legend()
     FigureCanvasAgg(figure).print_png(out / "lengths.png")
     print(f"plot: {out / 'lengths.png'}")
+
+
+def _first(data: RunData, config: DataConfig) -> Document | None:
+    """Returns the first record that can be read, with the records that its examples depend on; None
+    if there is none."""
+    train: Any = data.train
+    if data.encoding.pick is None:
+        return next(readable(train, "skip"), None)
+    for documents in train.files if isinstance(train, Mixture) else [train]:
+        for index in range(len(documents)):
+            with suppress(ValueError):
+                return data.encoding.pick(config.seed, documents, index)
+    return None
 
 
 def _print_record(

@@ -24,7 +24,7 @@ from bptjax.ops.labels import IGNORED
 
 COMPLETION, LABEL = "completion", "label"
 # Answers in the example of a record, by number. Of the first two, it has one.
-KINDS = "desirable", "undesirable", "the completion of another record"
+KINDS = "desirable", "undesirable", "completion of another record, for KL alone,"
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,8 @@ class Unpaired(Compound):
 
     def parts(self) -> Iterator[tuple[str, str]]:
         yield PROMPT, formatted(self.chat.messages[: self.chat.prompt])
-        yield KINDS[not self.desirable], formatted(self.chat.messages[self.chat.prompt :])
+        label = str(self.desirable).lower()
+        yield f"{COMPLETION}, {LABEL} {label}", formatted(self.chat.messages[self.chat.prompt :])
 
 
 def read_unpaired(fields: Mapping[str, Any], text_key: str, where: str) -> Unpaired:

@@ -93,6 +93,29 @@ def test_tools_and_reasoning(tmp_path, capsys):
     assert '"tool_calls"' in out.split("as read")[1]
 
 
+@pytest.mark.parametrize("shared", [False, True])
+def test_labeled_answers_are_shown_with_the_answer_of_another_record(shared, tmp_path, capsys):
+    rows = [dict(prompt="no completion")]
+    rows += [dict(prompt=f"{n}+1=", completion=f"{n + 2}", label=n % 2 > 0) for n in range(1, 40)]
+    flags = ["--objective.type=kto", "--data.tokenizer=byte", "--data.packing=best_fit"]
+    flags += [f"--objective.share_prompt={str(shared).lower()}", "--sequences=1"]
+    code, out, error = run(capsys, rows, tmp_path, *flags, seq_len=256)
+    assert code == 0, error
+    text = " ".join(out.split())
+    assert "1 bad record left out" in text, text
+    assert "prompt: 1+1= completion, label true: 3 ─" in text
+    trained = out.split("first record, as trained on")[1].split("─ sequence 1")[0]
+    note = ", 4 of them shared" if shared else ""
+    assert f"\ndesirable after a prompt of 5 tokens{note}: " in trained
+    assert f"\ncompletion of another record, for KL alone, after a prompt of 5 tokens{note}: " in (
+        trained
+    )
+    own, other = [line for line in trained.splitlines() if line.startswith("1+1=")]
+    assert own == "1+1=[[3]]" and other.startswith("1+1=[[") and other != own
+    sequence = out.split("─ sequence 1")[1]
+    assert "undesirable after a prompt of" in sequence and "[[" in sequence
+
+
 def test_counts_and_plot(tmp_path, capsys):
     """Bad, too long and unlabeled records are counted, not shown as a traceback."""
     good = {"prompt": "ab:", "answer": "cd"}
