@@ -177,10 +177,12 @@ def _draw_lengths(accounts: list[Account], out: Path) -> None:
 def _first(data: RunData, config: DataConfig) -> Document | None:
     """Returns the first record that can be read, with the records that its examples depend on; None
     if there is none."""
-    train: Any = data.train
+    train = data.train
     if data.encoding.pick is None:
         return next(readable(train, "skip"), None)
-    for documents in train.files if isinstance(train, Mixture) else [train]:
+    # `data_check` has refused streams.
+    sources: Any = train.files if isinstance(train, Mixture) else [train]
+    for documents in sources:
         for index in range(len(documents)):
             with suppress(ValueError):
                 return data.encoding.pick(config.seed, documents, index)

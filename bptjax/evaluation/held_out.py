@@ -28,6 +28,7 @@ from bptjax.parsing.tree_parser import parse_tree
 from bptjax.run.progress import Progress
 from bptjax.run.yaml_files import RUN_CONFIG, read_yaml
 from bptjax.training.checks import check_objective
+from bptjax.training.histogram import MARGINS
 from bptjax.training.run_directory import saved_start
 from bptjax.training.spec import TrainSpec
 from bptjax.training.step import evaluator
@@ -164,7 +165,7 @@ class _OfModel:
         total = sample.batches if sample else -(-(account.epoch(data.packing) or 0) // size)
         with Progress("held-out loss", total) as progress:
             means = evaluator(spec)(model, sources, progress.advance)
-        loss = means.pop("eval/loss")
+        loss, _ = means.pop("eval/loss"), means.pop(MARGINS, None)
         tokens = sum(batches.tokens for batches in sources.values())
         row = dict(
             data=self.args.data,

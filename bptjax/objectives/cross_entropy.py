@@ -42,11 +42,14 @@ class Losses(NamedTuple):
       loss: minimized sum, in nats, including z-loss.
       z_loss: share of z-loss in `loss`, without a gradient.
       metrics: sums of other metrics, without a gradient, by the names in `Objective.sums`.
+      margins: reward margin of each pair, infinite where there is none; None without pairs. For
+        evaluations.
     """
 
     loss: Float[Array, ""]
     z_loss: Float[Array, ""]
     metrics: dict[str, Float[Array, ""]]
+    margins: Float[Array, "B P"] | None = None
 
 
 def head_inputs(forward: ForwardPass) -> tuple[Float[Array, "B T E"], Int[Array, "B T"]]:

@@ -139,7 +139,8 @@ class Preferences(AnswersObjective):
             )
             each = (_sum(x, exist) for x in values)
             metrics = dict(zip(self.metrics, each, strict=True))
-            return Losses(_sum(self.pair_loss(pairs), exist), jnp.zeros(()), metrics)
+            margins = jnp.where(exist, chosen - rejected, jnp.inf)
+            return Losses(_sum(self.pair_loss(pairs), exist), jnp.zeros(()), metrics, margins)
 
     def reference_logps(self, forward: ForwardPass) -> Float[Array, "B N"] | None:
         """Returns the reference's log-probabilities of the answers; None without a reference."""

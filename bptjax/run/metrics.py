@@ -98,8 +98,8 @@ class JsonlWriter:
         self._file = self._open(step)
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Writes a record of numbers, arrays with one element, and strings. Values that are not
-        finite become null, because JSON has no NaN."""
+        """Writes a record of numbers, arrays with one element, strings, and dicts for JSON. Numbers
+        that are not finite become null, because JSON has no NaN."""
         record = {name: _plain(value) for name, value in metrics.items()}
         self._file.write(json.dumps({"step": step, **record}, allow_nan=False) + "\n")
         self._file.flush()

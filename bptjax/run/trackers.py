@@ -47,7 +47,9 @@ class Trackers:
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
         self._writer.write(step, metrics)
         numbers = {
-            name: float(value) for name, value in metrics.items() if not isinstance(value, str)
+            name: float(value)
+            for name, value in metrics.items()
+            if not isinstance(value, str | dict)
         }
         for tracker in self._trackers:
             tracker.put((step, numbers))

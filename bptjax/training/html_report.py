@@ -28,6 +28,7 @@ from bptjax.run.output import write_atomically
 from bptjax.run.versions import versions
 from bptjax.training.data import say
 from bptjax.training.eval_tasks import METRIC, score
+from bptjax.training.histogram import MARGINS, histogram_chart
 from bptjax.training.line_chart import POINTS, Chart, line_chart
 from bptjax.training.logs import TASK_ROWS
 from bptjax.training.notes import describe_adapter
@@ -227,6 +228,9 @@ def _charts(records: list[dict[str, Any]], memory: dict[str, Any] | None) -> Ite
             planned = memory if memory and names == ("memory/peak_gib",) else None
             levels = {"predicted": planned["peak"] / GIB} if planned else {}
             yield line_chart(title, lines, levels=levels, from_zero=from_zero)
+    for record in [r for r in records if MARGINS in r][-1:]:
+        title = f"held-out pairs by reward margin, step {record['step']:,}"
+        yield histogram_chart(title, **record[MARGINS])
 
 
 def _figures(

@@ -18,12 +18,14 @@ class Chart:
 
     Attributes:
       title: title, with the unit.
+      label: title and horizontal axis.
       x_ticks, y_ticks: positions and labels.
       lines: name, points and band of each line; short lines have dots.
       levels: name and height of each horizontal line.
     """
 
     title: str
+    label: str
     size: tuple[int, int] = SIZE
     box: tuple[int, int, int, int] = (
         *MARGINS[:2],
@@ -42,6 +44,7 @@ def line_chart(
     *,
     levels: Mapping[str, float],
     from_zero: bool,
+    by_step: bool = True,
 ) -> Chart:
     """Lays out a chart.
 
@@ -49,17 +52,18 @@ def line_chart(
       lines: finite (x, y) points of each line, by name; at least one line has points.
       levels: heights of horizontal lines, by name.
       from_zero: whether the vertical axis starts at 0.
+      by_step: whether x is the optimizer step. Otherwise y is a number of things.
     """
     from matplotlib.ticker import MaxNLocator
 
     groups = {name: _groups(points) for name, points in lines.items() if len(points)}
     each = np.concatenate([*groups.values()])
     heights = [*each[:, 2:].ravel(), *levels.values(), *[0.0] * from_zero]
-    chart = Chart(title)
+    chart = Chart(title, title + " by optimizer step" * by_step)
     left, upper, width, height = chart.box
     x_ticks, y_ticks = (
         MaxNLocator(5, steps=[1, 2, 2.5, 5, 10], integer=integer).tick_values(*_range(values))
-        for values, integer in ((each[:, 0], True), (heights, False))
+        for values, integer in ((each[:, 0], by_step), (heights, not by_step))
     )
     (x0, x1), (y0, y1) = _range(each[:, 0]), (y_ticks[0], y_ticks[-1])
 

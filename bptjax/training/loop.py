@@ -36,6 +36,7 @@ from bptjax.training.guards import (
     finite,
     stop_signals,
 )
+from bptjax.training.histogram import MARGINS
 from bptjax.training.html_report import memory_of, reporting
 from bptjax.training.logs import Logs, open_logs
 from bptjax.training.references import complete_references, load_references
@@ -326,7 +327,8 @@ class TrainLoop:
             return
         metrics = self._losses() if len(run.held_out) else {}
         text = f"step {self.done}: "
-        text += ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
+        shown = {name: value for name, value in metrics.items() if name != MARGINS}
+        text += ", ".join(f"{name} {value:.4f}" for name, value in shown.items())
         if is_finite := math.isfinite(loss := metrics.get("eval/loss", 0.0)):
             if run.eval_prompts:
                 answers = predict_answers(run, self.state, progress.status)
@@ -354,8 +356,8 @@ class TrainLoop:
         progress.log(text)
         self._throughput.resume()
 
-    def _losses(self) -> dict[str, float]:
-        """Returns the metrics of the held-out loss.
+    def _losses(self) -> dict[str, Any]:
+        """Returns the metrics of the held-out loss; see `evaluator`.
 
         Raises:
           RunFailed: held-out data cannot be read.

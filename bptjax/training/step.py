@@ -23,6 +23,7 @@ from bptjax.objectives.cross_entropy import ForwardPass
 from bptjax.ops.target import compiler_options, is_absent, platform
 from bptjax.optim.optimizer import apply_gradients
 from bptjax.optim.schedule import learning_rate
+from bptjax.training.histogram import MARGINS, histogram
 from bptjax.training.in_backward import (
     Losses,
     StepInputs,
@@ -152,7 +153,7 @@ def loss_sums(
             tokens = jnp.maximum(total.tokens, 1.0)
             share = feed_forward.auxiliary_loss(spec.model, aux, total.sums, tokens)
             auxiliary = total.labeled * share
-    return LossSums(*losses, auxiliary, counts)
+    return LossSums(*losses[:3], auxiliary, counts)
 
 
 def _forward_pass(spec: TrainSpec, model: Transformer, batch: Batch, hidden: Array) -> ForwardPass:
@@ -488,48 +489,56 @@ def answer_scorer(spec: TrainSpec) -> Callable[[Transformer, Batch], Array]:
 
 def evaluator(
     spec: TrainSpec,
-) -> Callable[..., dict[str, float]]:
+) -> Callable[..., dict[str, Any]]:
     """Returns a function from a model and each source's batches `[B, T]` to metrics: the mean loss
     over all sources, in nats, and the objective's metrics; with several sources, also the mean loss
-    of each source with labels.
+    of each source with labels; for pairs, also the `histogram` of their reward margins.
 
     The function calls its third argument after each batch but the last, with the share of the
     batch's work that is done. At most two batches are in flight, so that batches do not fill the
     device's memory. If the objective reads totals, there are two passes over all batches.
     """
 
-    @jax.jit
+    @partial(jax.jit, out_shardings=NamedSharding(spec.mesh, PartitionSpec()))
     def batch_sums(model, batch, totals):
         batch = jax.tree.map(lambda x: x[0], batch)
-        losses = loss_sums(spec, model, batch, None, 0.0, totals)
-        return losses.loss, losses.metrics, spec.objective.count(batch)
+        hidden, _ = _run_model(spec, model, batch, None)
+        forward = _forward_pass(spec, model, batch, hidden)
+        losses = spec.objective.loss(forward._replace(totals=totals and totals.objective))
+        margins = jnp.zeros(0) if losses.margins is None else losses.margins
+        return losses.loss, losses.metrics, spec.objective.count(batch), margins
+
+    def to_host(sums):
+        *sums, margins = jax.device_get(sums)
+        return *sums, margins[np.isfinite(margins)]
 
     @jax.jit
     def summands(model, batch):
         batch = jax.tree.map(lambda x: x[0], batch)
         return _totals(spec, model, batch, *_run_model(spec, model, batch, None))
 
-    def results(function, model, sources, progress):
-        found = []
+    def results(function, read, model, sources, progress):
+        names, found = [], []
         for name, batches in sources.items():
             for batch in batches:
-                found.append((name, function(model, spec.layout.put(batch))))
+                names.append(name)
+                found.append(function(model, spec.layout.put(batch)))
                 if len(found) > 1:
-                    jax.block_until_ready(found[-2][1])
+                    found[-2] = read(found[-2])
                     progress()
-        return found
+        return names, [*found[:-1], *map(read, found[-1:])]
 
     def evaluate(model, sources, progress=lambda share: None):
         totals, share = None, partial(progress, 1 / (1 + spec.objective.totals))
         with jax.set_mesh(spec.mesh):
             if spec.objective.totals:
-                each = [x for _, x in results(summands, model, sources, share)]
+                _, each = results(summands, jax.block_until_ready, model, sources, share)
                 totals = jax.tree.map(lambda *x: sum(x), *each)
-            sums = results(partial(batch_sums, totals=totals), model, sources, share)
-        names, sums = zip(*sums, strict=True)
-        losses, others, counts = zip(*jax.device_get(sums), strict=True)
+            function = partial(batch_sums, totals=totals)
+            names, sums = results(function, to_host, model, sources, share)
+        losses, others, counts, margins = zip(*sums, strict=True)
         count = np.maximum(np.sum(counts, dtype=np.float64), 1.0)
-        means = {"eval/loss": float(np.sum(losses, dtype=np.float64) / count)}
+        means: dict[str, Any] = {"eval/loss": float(np.sum(losses, dtype=np.float64) / count)}
         totals = {
             name: np.sum([x[name] for x in others], dtype=np.float64)
             for name in spec.objective.sums
@@ -537,6 +546,8 @@ def evaluator(
         with np.errstate(invalid="ignore"):
             own = spec.objective.means(totals, count)
         means |= {f"eval/{name}": float(x) for name, x in own.items()}
+        if len(margins := np.concatenate(margins)):
+            means[MARGINS] = histogram(margins)
         for source in sources if len(sources) > 1 else ():
             own = np.array(names) == source
             loss, count = (np.sum(np.array(x)[own], dtype=np.float64) for x in (losses, counts))

@@ -63,7 +63,7 @@ def run(tmp_path, monkeypatch):
         writer = JsonlWriter(tmp_path, resume_step=resume_step)
         both = Trackers(writer, list(names), tmp_path, {"seed": 3}, resume_step, said.append)
         for step in steps:
-            both.write(step, {"train/loss": step / 2, "note": "text", "x": float("nan")})
+            both.write(step, {"train/loss": step / 2, "note": "text", "x": float("nan"), "of": {}})
         both.close()
         found = [record["step"] for record in read_metrics(tmp_path / "metrics.jsonl")]
         assert found[-len(steps) :] == list(steps)

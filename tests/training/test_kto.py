@@ -172,6 +172,7 @@ def test_a_run(tmp_path, monkeypatch):
     assert end["eval/loss"] != start["eval/loss"] and end["eval/kl"] > 0
     # All four held-out answers are good.
     assert end["eval/rewards/chosen"] > 0 and end["eval/rewards/margins"] is None
+    assert "by reward margin" not in (tmp_path / "run" / "report.html").read_text()
     log = (tmp_path / "run" / "log.txt").read_text()
     assert "objective: kto, beta 0.1, reference log-probabilities from" in log
     assert "reference: scored 20 different records once" in log

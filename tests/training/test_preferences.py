@@ -24,8 +24,9 @@ from bptjax.ops.labels import IGNORED
 from bptjax.parallel.mesh import ParallelConfig, make_mesh
 from bptjax.run.metrics import read_metrics
 from bptjax.training import references
+from bptjax.training.histogram import histogram
 from bptjax.training.state import split_trained
-from bptjax.training.step import compile_step, random_batch
+from bptjax.training.step import compile_step, evaluator, random_batch
 from bptjax.weights.lora import AdapterConfig, LoraKernel, join, without_adapters
 from training.specs import gradient_sums, initial_state
 from training.test_objectives import PAIRS, SIZES, T, batches, make_spec
@@ -170,16 +171,18 @@ def rows_of(documents):
     return *rows, (np.arange(T) < lengths[:, None]).astype(np.int32)
 
 
+def logps(model):
+    """Log-probabilities of the answers of `PAIRS`, each in a row of its own."""
+    tokens, labels, segments = rows_of(PAIRS)
+    hidden, _ = model(tokens, segments=segments)
+    logs = jax.nn.log_softmax(model.logits(hidden))
+    each = jnp.take_along_axis(logs, np.maximum(labels, 0)[..., None], -1)[..., 0]
+    return jnp.where(labels == IGNORED, 0.0, each).sum(1).reshape(-1, 2)
+
+
 def oracle(spec, state, formula, sft_weight=0.0):
     """Mean loss and gradients from all logits of each answer in a row of its own."""
-    tokens, labels, segments = rows_of(PAIRS)
-
-    def logps(model):
-        hidden, _ = model(tokens, segments=segments)
-        logs = jax.nn.log_softmax(model.logits(hidden))
-        each = jnp.take_along_axis(logs, np.maximum(labels, 0)[..., None], -1)[..., 0]
-        return jnp.where(labels == IGNORED, 0.0, each).sum(1).reshape(-1, 2)
-
+    labels = rows_of(PAIRS)[1]
     trained, frozen = split_trained(spec, state.model)
     counts = jnp.asarray((labels != IGNORED).sum(1).reshape(-1, 2), jnp.float32)
 
@@ -228,6 +231,28 @@ def test_equals_separate_rows(objective, formula):
     margins = sums.metrics["rewards/margins"] / int(count)
     chosen, rejected = (sums.metrics[f"rewards/{x}"] / int(count) for x in ("chosen", "rejected"))
     np.testing.assert_allclose(margins, chosen - rejected, rtol=1e-4)
+
+
+def test_the_margins_of_an_evaluation_are_those_of_separate_rows():
+    """On one device and several, packed and not, from several batches with blank sequences."""
+    one, parallel = lora_spec(), ParallelConfig(fsdp=2, sp=2)
+    config, mesh = replace(one.config, parallel=parallel), make_mesh(parallel, jax.devices()[:4])
+    model = moved(one).model
+    gains = np.asarray(logps(model) - logps(without_adapters(model)), np.float64)
+    margins = BETA * (gains[:, 0] - gains[:, 1])
+    wanted = histogram(margins)
+    assert np.abs(margins / wanted["width"] - np.rint(margins / wanted["width"])).min() > 1e-3
+    for spec, packing in (
+        (one, "none"),
+        (one, "best_fit"),
+        (replace(one, config=config, mesh=mesh), "best_fit"),
+    ):
+        parts = {"a": PAIRS[:3], "b": PAIRS[3:]}
+        sources = {name: batches(one, own, packing, 2) for name, own in parts.items()}
+        assert sum(map(len, sources.values())) > 2
+        found = evaluator(spec)(moved(spec).model, sources)
+        assert found["margins"] == wanted
+        assert np.isclose(found["eval/rewards/margins"], margins.mean(), rtol=1e-4)
 
 
 MESHES = [dict(sp=2, fsdp=2), dict(sp=4, tp=2), dict(fsdp=4, tp=2), dict(dp=2, sp=2, tp=2)]
@@ -316,7 +341,7 @@ def losses(run_dir):
         (each["step"], name): each[name]
         for each in read_metrics(run_dir / "metrics.jsonl")
         for name in each
-        if name.startswith(("train/loss", "train/rewards", "eval/"))
+        if name.startswith(("train/loss", "train/rewards", "eval/", "margins"))
     }
 
 
@@ -333,6 +358,11 @@ def test_a_run(folder):
     assert "learning rate 0.01" in log and "reference: scored 20 different pairs once" in log
     report = (folder / "run" / "report.html").read_text()
     assert "reward margin by optimizer step" in report and "eval/rewards/accuracies" in report
+    assert {step for step, name in found if name == "margins"} == {0, 3, 6}
+    assert sum(found[6, "margins"]["counts"]) == 4
+    assert re.findall(r'label="(held-out .*?)"', report) == [
+        "held-out pairs by reward margin, step 6"
+    ]
 
 
 @pytest.mark.thorough
