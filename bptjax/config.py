@@ -229,11 +229,6 @@ class Config:
                 f"execution.save={', '.join(sorted(hidden))}: requires an "
                 f"execution.ffn_chunk of at least train.seq_len={train.seq_len}"
             )
-        if train.linear == "float8" and self.adapter.type == "qlora":
-            raise ValueError(
-                f"train.linear=float8: must not be set with adapter.type=qlora, whose weights have "
-                f"{self.adapter.bits} bits; set adapter.type=lora"
-            )
         for key in self.needs_evaluations:
             if not self.train.eval_steps:
                 raise ValueError(

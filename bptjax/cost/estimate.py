@@ -74,7 +74,7 @@ class Estimator:
 
     Attributes:
       held: bytes of parameters and optimizer state on a device; with float8, also of the linear
-        layers in 8 bits.
+        layers in 8 bits, except with QLoRA.
       gradients: bytes of gradients on a device.
       tokens: tokens of a micro-batch on a device.
       sequence: tokens of a sequence on a device.
@@ -89,7 +89,8 @@ class Estimator:
         # Experts are not converted, and take most of a step.
         linear = FEED_FORWARDS[self.model.feed_forward].LINEAR
         self.float8 = train.linear == "float8" and linear
-        if train.linear == "float8":
+        # The quantized kernels of QLoRA are dequantized to 8 bits one layer at a time.
+        if train.linear == "float8" and spec.config.adapter.type != "qlora":
             sizes = kernel_sizes(spec, sharded=spec.config.parallel.zero_stage == 3)
             self.held += sum(math.prod(x) for x in sizes.values())
         self.frozen = spec.config.adapter.type != "none"

@@ -53,15 +53,15 @@ def apply_kernel(kernel: Any, x: Array, in_ndim: int, seeds: AdapterDropout | No
 
 
 def dequantize(tree: Any, dtype: DTypeLike) -> Any:
-    """Returns the modules with quantized kernels dequantized to `dtype`."""
+    """Returns the modules with quantized kernels dequantized, to `dtype` or to 8-bit floats."""
 
     def quantized(kernel):
-        return hasattr(kernel, "dense") and not isinstance(kernel, nnx.Module)
+        return hasattr(kernel, "dequantized")
 
-    def dense(kernel):
-        return nnx.Param(kernel.dense(dtype), axes=kernel.axes) if quantized(kernel) else kernel
+    def dequantized(kernel):
+        return kernel.dequantized(dtype) if quantized(kernel) else kernel
 
-    return jax.tree.map(dense, tree, is_leaf=quantized)
+    return jax.tree.map(dequantized, tree, is_leaf=quantized)
 
 
 class Linear(nnx.Module):

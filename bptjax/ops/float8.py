@@ -29,19 +29,29 @@ class Float8(NamedTuple):
 
 
 def quantize(x: Float[Array, "*b"], dtype: DTypeLike) -> Float8:
-    """Rounds `x` to a float8 dtype, with one scale for all shards.
+    """Rounds `x` to a float8 dtype, with one scale for all shards: that of its largest magnitude."""
+    scale = scale_of(jnp.abs(x).max(), dtype)
+    return Float8(encode(x, scale, dtype), scale)
 
-    The scale is the smallest power of two above (the largest magnitude of `x`) / (the largest
-    float8), so no element overflows and the scale rounds nothing in any dtype. If an element is not
-    finite, the scale is infinite, and no product with the result is finite.
+
+def scale_of(magnitude: Float[Array, ""], dtype: DTypeLike) -> Float[Array, ""]:
+    """Returns the scale of numbers up to this magnitude.
+
+    The scale is the smallest power of two above magnitude / (the largest float8), so no element
+    overflows and the scale rounds nothing in any dtype. If the magnitude is not finite, the scale
+    is infinite, and no product with the result is finite.
     """
     largest, tiny = float(jnp.finfo(dtype).max), float(jnp.finfo(jnp.float32).tiny)
-    ratio = jnp.maximum(jnp.abs(x).max().astype(jnp.float32) / largest, tiny)
+    ratio = jnp.maximum(magnitude.astype(jnp.float32) / largest, tiny)
     # These bits are the largest power of two up to the ratio; infinity for NaN.
     exponent = jax.lax.bitcast_convert_type(ratio, jnp.uint32) & jnp.uint32(0x7F800000)
-    scale = 2 * jax.lax.bitcast_convert_type(exponent, jnp.float32)
+    return 2 * jax.lax.bitcast_convert_type(exponent, jnp.float32)
+
+
+def encode(x: Float[Array, "*b"], scale: Float[Array, ""], dtype: DTypeLike) -> UInt8[Array, "*b"]:
+    """Rounds x / scale to a float8 dtype. Returns the bits."""
     rounded = (x.astype(jnp.float32) / scale).astype(dtype)
-    return Float8(jax.lax.bitcast_convert_type(rounded, jnp.uint8), scale)
+    return jax.lax.bitcast_convert_type(rounded, jnp.uint8)
 
 
 @jax.custom_vjp
@@ -58,7 +68,7 @@ def linear(
     GPUs, as is usual for float8.
 
     Args:
-      codes, scale: the weight, from `quantize`; it has no gradient. Outputs come first because
+      codes, scale: the weight, from `quantize` or `encode`; it has no gradient. Outputs come first because
         cuBLAS reads both operands along the contracted axis, and the forward pass may run twice.
       kernel: receives the gradient of the weight, in x's dtype; its values are not read. None for a
         frozen weight.

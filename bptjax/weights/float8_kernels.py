@@ -6,12 +6,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax import Array
+from jax.typing import DTypeLike
 
 from bptjax.models.linear import AdapterDropout, Linear
 from bptjax.models.params import is_variable, param_path
-from bptjax.ops.float8 import VALUES, Float8, linear, quantize
+from bptjax.ops.float8 import VALUES, Float8, encode, linear, quantize, scale_of
+from bptjax.ops.quantize import block_maxima
+from bptjax.weights.quantized_kernels import QuantizedKernel, is_kernel
 
 
 @jax.tree_util.register_dataclass
@@ -38,6 +42,25 @@ class Float8Kernel:
         return y.reshape(*y.shape[:-1], *outputs)
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class QuantizedFloat8Kernel(QuantizedKernel):
+    """A quantized kernel that is dequantized to 8-bit floats, for products with 8-bit operands.
+
+    Attributes:
+      scale: scale of the 8-bit floats.
+    """
+
+    scale: Any = None
+
+    def dequantized(self, dtype: DTypeLike) -> Float8Kernel:
+        n, scale = len(self.inputs), self.scale[...]
+        # Round before the transpose, which then moves one byte per element.
+        codes = _outputs_first(encode(self.dense(jnp.float32), scale, VALUES), n)
+        axes = *self.axes[n:], *self.axes[:n]
+        return Float8Kernel(None, Float8(nnx.Param(codes, axes=axes), self.scale))
+
+
 def float8_kernels(model: Any) -> dict[str, int]:
     """Returns the number of input axes of each kernel that can have 8-bit products, by path: linear
     layers in the model's layers with several outputs, except experts."""
@@ -53,19 +76,23 @@ def float8_kernels(model: Any) -> dict[str, int]:
 
 def quantize_kernels(model: Any) -> dict[str, Float8]:
     """Rounds the kernels of `float8_kernels` to 8 bits, with one scale per layer. Returns codes
-    `[L, *outputs, *inputs]` and scales `[L]` as variables, by path."""
+    `[L, *outputs, *inputs]` and scales `[L]` as variables, by path; for kernels that are quantized
+    already, scales only."""
     in_ndims = float8_kernels(model)
 
-    def new(v, in_ndim):
-        def quantize_layer(w):
-            return quantize(w.transpose(*range(in_ndim, w.ndim), *range(in_ndim)), VALUES)
+    def quantized_scale(matrix):
+        return scale_of(jnp.abs(block_maxima(matrix)).max(), VALUES)
 
-        codes, scale = jax.vmap(quantize_layer)(v[...])
+    def new(v, in_ndim):
+        if isinstance(v, QuantizedKernel):
+            matrix = jax.tree.map(lambda x: x[...], v.matrix, is_leaf=is_variable)
+            return Float8(None, nnx.Param(jax.vmap(quantized_scale)(matrix), axes=()))
+        codes, scale = jax.vmap(lambda w: quantize(_outputs_first(w, in_ndim), VALUES))(v[...])
         axes = *v.axes[in_ndim:], *v.axes[:in_ndim]
         return Float8(nnx.Param(codes, axes=axes), nnx.Param(scale, axes=()))
 
-    variables = {_path(at): v for at, v in jax.tree.leaves_with_path(model, is_leaf=is_variable)}
-    return {path: new(variables[path], in_ndim) for path, in_ndim in in_ndims.items()}
+    kernels = {_path(at): v for at, v in jax.tree.leaves_with_path(model, is_leaf=is_kernel)}
+    return {path: new(kernels[path], in_ndim) for path, in_ndim in in_ndims.items()}
 
 
 def with_float8(model: Any, weights: Mapping[str, Float8], trained: bool) -> Any:
@@ -75,9 +102,15 @@ def with_float8(model: Any, weights: Mapping[str, Float8], trained: bool) -> Any
     def replaced(at, v):
         if (path := _path(at)) not in weights:
             return v
+        if isinstance(v, QuantizedKernel):
+            return QuantizedFloat8Kernel(**vars(v), scale=weights[path].scale)
         return Float8Kernel(v if trained else None, weights[path])
 
-    return jax.tree.map_with_path(replaced, model, is_leaf=is_variable)
+    return jax.tree.map_with_path(replaced, model, is_leaf=is_kernel)
+
+
+def _outputs_first(w: Array, in_ndim: int) -> Array:
+    return w.transpose(*range(in_ndim, w.ndim), *range(in_ndim))
 
 
 def _path(at: tuple) -> str:

@@ -21,6 +21,7 @@ from bptjax.ops.grouped_matmul import grouped_matmul
 from bptjax.weights.quantized_kernels import (
     KernelAxes,
     QuantizedKernel,
+    is_kernel,
     linear_kernels,
     quantize_kernels,
 )
@@ -245,7 +246,7 @@ def new_adapters(
 ) -> dict[str, LoraWeights]:
     """Returns new adapters for the kernels at these paths: `a` uniform within ± 1/√inputs, as in
     PEFT, and `b` zero."""
-    leaves, _ = jax.tree.flatten_with_path(model, is_leaf=_is_kernel)
+    leaves, _ = jax.tree.flatten_with_path(model, is_leaf=is_kernel)
     kernels = linear_kernels(model)
     numbers = {path: number for number, path in enumerate(sorted(kernels))}
 
@@ -289,7 +290,7 @@ def attach(model: Any, adapters: Mapping[str, LoraWeights], dropout: float) -> A
             numbers[path],
         )
 
-    return jax.tree.map_with_path(attached, model, is_leaf=_is_kernel)
+    return jax.tree.map_with_path(attached, model, is_leaf=is_kernel)
 
 
 def without_adapters(model: Any) -> Any:
@@ -373,7 +374,3 @@ def join(first: Any, second: Any) -> Any:
         return b if a is None else a
 
     return jax.tree.map(present, first, second, is_leaf=lambda x: x is None or is_variable(x))
-
-
-def _is_kernel(x: Any) -> bool:
-    return isinstance(x, nnx.Variable | QuantizedKernel)

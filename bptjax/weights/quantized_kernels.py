@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
 
 from bptjax.models.experts import ExpertLinear
-from bptjax.models.linear import AdapterDropout, Linear
+from bptjax.models.linear import AdapterDropout, Linear, apply_kernel
 from bptjax.models.params import is_variable, param_path, put_param
 from bptjax.ops.grouped_matmul import grouped_matmul
 from bptjax.ops.per_device import SHARDED, per_device
@@ -71,11 +71,15 @@ class QuantizedKernel:
 
         return jax.vmap(dense_matrix)(matrix) if self.of_experts else dense_matrix(matrix)
 
+    def dequantized(self, dtype: DTypeLike) -> Any:
+        """Returns a kernel whose products need no dequantization."""
+        return nnx.Param(self.dense(dtype), axes=self.axes)
+
     def __call__(self, x: Array, in_ndim: int, seeds: AdapterDropout | None = None) -> Array:
         # The backward pass saves the kernel in quantized form.
         @jax.checkpoint
         def dot(kernel, x):
-            return jnp.tensordot(x, kernel.dense(x.dtype), axes=in_ndim)
+            return apply_kernel(kernel.dequantized(x.dtype), x, in_ndim)
 
         return dot(self, x)
 
@@ -87,6 +91,10 @@ class QuantizedKernel:
             return grouped_matmul(x, kernel.dense(x.dtype), experts)
 
         return multiply(self, x)
+
+
+def is_kernel(x: Any) -> bool:
+    return isinstance(x, nnx.Variable | QuantizedKernel)
 
 
 def linear_kernels(model: Any) -> dict[str, KernelAxes]:
