@@ -29,7 +29,7 @@ class Float8(NamedTuple):
 
 
 def quantize(x: Float[Array, "*b"], dtype: DTypeLike) -> Float8:
-    """Rounds `x` to a float8 dtype, with one scale for all shards: that of its largest magnitude."""
+    """Rounds `x` to a float8 dtype, with one scale for all shards: its largest magnitude's."""
     scale = scale_of(jnp.abs(x).max(), dtype)
     return Float8(encode(x, scale, dtype), scale)
 
@@ -68,8 +68,9 @@ def linear(
     GPUs, as is usual for float8.
 
     Args:
-      codes, scale: the weight, from `quantize` or `encode`; it has no gradient. Outputs come first because
-        cuBLAS reads both operands along the contracted axis, and the forward pass may run twice.
+      codes, scale: the weight, from `quantize` or `encode`; it has no gradient. Outputs come first
+        because cuBLAS reads both operands along the contracted axis, and the forward pass may run
+        twice.
       kernel: receives the gradient of the weight, in x's dtype; its values are not read. None for a
         frozen weight.
 

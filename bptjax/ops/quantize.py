@@ -209,22 +209,23 @@ def quantize_matrix(w: Float[Array, "I *o"], kind: str, double: bool) -> Quantiz
     )
 
 
-def block_maxima(matrix: QuantizedMatrix) -> Float[Array, "C *o"]:
-    """Returns the float32 absolute maximum of each block, by which `dequantize_matrix` multiplies
-    fractions within [-1, 1]."""
-    _, absmax, second, mean = matrix
-    if second is None or mean is None:
-        return absmax
-    C, *outputs = absmax.shape
-    rows = absmax.reshape(C, -1).T
-    absmax = dequantize(rows.reshape(-1), second, DynamicCodebook(signed=True)) + mean
-    return absmax.reshape(rows.shape).T.reshape(C, *outputs)
+def largest_magnitude(matrix: QuantizedMatrix) -> Float[Array, ""]:
+    """Returns an upper bound of the magnitudes of the dequantized weight, because fractions of the
+    absolute maxima are within [-1, 1]. With double quantization, the bound is at most the larger of
+    the largest absolute maximum and twice their mean."""
+    if matrix.second is None or matrix.mean is None:
+        return matrix.absmax.max()
+    return matrix.second.max() + matrix.mean
 
 
 def dequantize_matrix(matrix: QuantizedMatrix, kind: str, inputs: int) -> Float[Array, "I *o"]:
     """Inverts `quantize_matrix` for a weight with I = `inputs`, up to rounding. Returns float32."""
-    codes, absmax = matrix.codes, block_maxima(matrix)
-    _, *outputs = absmax.shape
+    codes, absmax, second, mean = matrix
+    C, *outputs = absmax.shape
+    if second is not None and mean is not None:
+        rows = absmax.reshape(C, -1).T
+        absmax = dequantize(rows.reshape(-1), second, DynamicCodebook(signed=True)) + mean
+        absmax = absmax.reshape(rows.shape).T.reshape(C, *outputs)
     if len(CODEBOOKS[kind]) == 16:
         halves = jnp.asarray([4, 0], jnp.uint8).reshape(1, 2, *(1 for _ in outputs))
         codes = ((codes[:, None] >> halves) & 15).reshape(-1, *outputs)[:inputs]

@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 from bptjax.models.linear import AdapterDropout, Linear
 from bptjax.models.params import is_variable, param_path
 from bptjax.ops.float8 import VALUES, Float8, encode, linear, quantize, scale_of
-from bptjax.ops.quantize import block_maxima
+from bptjax.ops.quantize import largest_magnitude
 from bptjax.weights.quantized_kernels import QuantizedKernel, is_kernel
 
 
@@ -55,8 +55,7 @@ class QuantizedFloat8Kernel(QuantizedKernel):
 
     def dequantized(self, dtype: DTypeLike) -> Float8Kernel:
         n, scale = len(self.inputs), self.scale[...]
-        # Round before the transpose, which then moves one byte per element.
-        codes = _outputs_first(encode(self.dense(jnp.float32), scale, VALUES), n)
+        codes = encode(_outputs_first(self.dense(jnp.float32), n), scale, VALUES)
         axes = *self.axes[n:], *self.axes[:n]
         return Float8Kernel(None, Float8(nnx.Param(codes, axes=axes), self.scale))
 
@@ -80,16 +79,16 @@ def quantize_kernels(model: Any) -> dict[str, Float8]:
     already, scales only."""
     in_ndims = float8_kernels(model)
 
-    def quantized_scale(matrix):
-        return scale_of(jnp.abs(block_maxima(matrix)).max(), VALUES)
+    def scale(matrix):
+        return scale_of(largest_magnitude(matrix), VALUES)
 
     def new(v, in_ndim):
         if isinstance(v, QuantizedKernel):
             matrix = jax.tree.map(lambda x: x[...], v.matrix, is_leaf=is_variable)
-            return Float8(None, nnx.Param(jax.vmap(quantized_scale)(matrix), axes=()))
-        codes, scale = jax.vmap(lambda w: quantize(_outputs_first(w, in_ndim), VALUES))(v[...])
+            return Float8(None, nnx.Param(jax.vmap(scale)(matrix), axes=()))
+        rounded = jax.vmap(lambda w: quantize(_outputs_first(w, in_ndim), VALUES))(v[...])
         axes = *v.axes[in_ndim:], *v.axes[:in_ndim]
-        return Float8(nnx.Param(codes, axes=axes), nnx.Param(scale, axes=()))
+        return Float8(nnx.Param(rounded.codes, axes=axes), nnx.Param(rounded.scale, axes=()))
 
     kernels = {_path(at): v for at, v in jax.tree.leaves_with_path(model, is_leaf=is_kernel)}
     return {path: new(kernels[path], in_ndim) for path, in_ndim in in_ndims.items()}
