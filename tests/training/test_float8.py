@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from test_compiler_facts import equations
 from tiers import fast
 
@@ -18,6 +19,7 @@ from bptjax.cost.hlo import FLOAT8_PRODUCT, check_float8_products
 from bptjax.cost.memory import tracing_for
 from bptjax.models.config import ModelConfig
 from bptjax.models.execution import ExecutionConfig
+from bptjax.models.groups.experts import ExpertsConfig
 from bptjax.ops.float8 import VALUES
 from bptjax.optim.optimizer import OptimizerConfig
 from bptjax.parallel.mesh import make_mesh
@@ -25,6 +27,8 @@ from bptjax.training.checks import check_float8
 from bptjax.training.spec import TrainSpec
 from bptjax.training.state import abstract_state
 from bptjax.training.step import abstract_batch, compile_step, gradients, loss_sums
+from bptjax.weights.float8_kernels import quantize_kernels
+from bptjax.weights.quantized_kernels import QuantizedKernel
 from training.specs import assert_same, gradient_sums, initial_state, needs_compiler
 
 T = 32
@@ -68,6 +72,14 @@ def batch():
 @pytest.fixture(scope="module")
 def one(batch):
     return gradient_sums(make_spec(), batch)
+
+
+QLORA = dict(type="qlora", r=4)
+
+
+@pytest.fixture(scope="module")
+def qlora(batch):
+    return gradient_sums(make_spec(adapter=QLORA), batch)
 
 
 @pytest.mark.parametrize(
@@ -138,24 +150,132 @@ def test_kernels_are_rounded_once():
 
 @pytest.mark.thorough
 def test_adapters_train_beside_a_base_in_8_bits(batch, one):
-    spec = make_spec(adapter=dict(type="lora", r=4))
-    found = gradient_sums(spec, batch)
+    found = gradient_sums(make_spec(adapter=dict(type="lora", r=4)), batch)
     np.testing.assert_allclose(found[0].loss, one[0].loss, rtol=1e-5)
     b = found[1].layers.mlp.down.kernel.b[...]
     assert np.linalg.norm(b) > 0
+
+
+@pytest.mark.parametrize("remat", ["none", "full"])
+@pytest.mark.parametrize("kind", fast(["lora", "qlora"], ["qlora"]))
+def test_products_of_a_frozen_base_have_8_bits(kind, remat):
+    """Those of tokens with a kernel and with its transpose, and none for its gradient. No kernel
+    is dequantized to 16 bits."""
+    train, execution = dict(compute_dtype="bfloat16"), dict(remat=remat)
+    spec = make_spec(train=train, execution=execution, adapter=dict(type=kind, r=4))
+    found = [*equations(partial(gradients, spec), abstract_state(spec), abstract_batch(spec))]
     products = [
-        eqn.outvars[0].aval.shape
-        for eqn in equations(partial(gradients, spec), abstract_state(spec), abstract_batch(spec))
-        if eqn.primitive.name == "dot_general" and "float8" in str(eqn.invars[0].aval.dtype)
+        tuple(x.aval.shape for x in (*eqn.invars[:2], *eqn.outvars))
+        for eqn in found
+        if eqn.primitive.name == "dot_general" and "float8" in str(eqn.invars[1].aval.dtype)
     ]
-    # Of tokens, and not of a kernel.
-    assert len(products) > 14 and all(shape[:2] == (1, T) for shape in products)
+    assert len(products) >= 14 and all(each[2][:2] == (1, T) for each in products)
+    for output, input in ((64, 32), (32, 64)):
+        kernel = output, input
+        assert ((1, T, input), kernel, (1, T, output)) in products
+        assert ((1, T, output), kernel, (1, T, input)) in products
+    made = {(y.aval.shape, str(y.aval.dtype)) for eqn in found for y in eqn.outvars}
+    assert not made & {((32, 64), "bfloat16"), ((64, 32), "bfloat16")}
+
+
+@pytest.mark.parametrize("double", fast([True, False], [True]))
+def test_qlora_is_lora_on_the_dequantized_base(batch, double):
+    adapter = QLORA | dict(double_quant=double)
+    spec = make_spec(adapter=adapter)
+    state = initial_state(spec)
+
+    def dense(kernel):
+        if not isinstance(kernel, QuantizedKernel):
+            return kernel
+        return nnx.Param(jax.lax.map(lambda k: k.dense(jnp.float32), kernel), axes=kernel.axes)
+
+    model = jax.tree.map(dense, state.model, is_leaf=lambda x: isinstance(x, QuantizedKernel))
+    lora = make_spec(adapter=dict(type="lora", r=4))
+    wanted = gradient_sums(lora, batch, state=replace(state, model=model))
+    assert_same(gradient_sums(spec, batch, state=state), wanted)
+
+
+@pytest.mark.parametrize(
+    "groups",
+    fast(
+        [
+            *(dict(execution=dict(remat=remat)) for remat in ("none", "full", "nested(2)")),
+            dict(execution=dict(remat="full", head_groups=2)),
+            dict(execution=dict(remat="dots", ffn_chunk=16)),
+            dict(execution=dict(schedule="fused")),
+        ],
+        [dict(execution=dict(remat="none"))],
+    ),
+    ids=str,
+)
+def test_execution_changes_nothing_in_qlora(batch, qlora, groups):
+    assert_same(gradient_sums(make_spec(adapter=QLORA, **groups), batch), qlora)
+
+
+@pytest.mark.parametrize(
+    "parallel, micro_batches",
+    fast(
+        [
+            (dict(fsdp=4), 1),
+            (dict(fsdp=1, sp=2), 2),
+            (dict(fsdp=2, zero_stage=2), 2),
+            (dict(fsdp=2, tp=2, sp=2), 2),
+        ],
+        [(dict(fsdp=2, tp=2, sp=2), 2)],
+    ),
+    ids=str,
+)
+def test_meshes_and_micro_batches_of_qlora(batch, qlora, parallel, micro_batches):
+    """Scales are those of all shards. Gradients differ because a rounding error of float32 moves
+    a gradient by a step of 8 bits, as without quantized kernels."""
+    one, spec = make_spec(adapter=QLORA), make_spec(adapter=QLORA, parallel=parallel)
+    each = []
+    for own in (one, spec):
+        with jax.set_mesh(own.mesh):
+            weights = jax.jit(quantize_kernels)(initial_state(own).model)
+        each.append({path: np.asarray(weight.scale[...]) for path, weight in weights.items()})
+    jax.tree.map(np.testing.assert_array_equal, *each)
+    assert len(each[0]) == 7 and len(set(np.concatenate([*each[0].values()]))) > 1
+    got = gradient_sums(spec, batch, micro_batches)
+    np.testing.assert_allclose(got[0].loss, qlora[0].loss, rtol=1e-5)
+    assert_same(got, qlora, rtol=0.05)
 
 
 @pytest.mark.thorough
-def test_training_is_close_to_bfloat16(batch):
+def test_fsdp_gathers_no_kernel_of_qlora_in_16_bits(batch, qlora):
+    """XLA on a CPU sends float8 as float16."""
+    spec = make_spec(parallel=dict(fsdp=2), adapter=QLORA)
+    with jax.set_mesh(spec.mesh):
+        operands = initial_state(spec), spec.layout.put(batch, 1)
+        step = jax.jit(partial(gradients, spec)).lower(*operands).compile()
+    dtypes = gathered(step.as_text())
+    assert dtypes and dtypes <= {"f16", "f8e4m3fn", "u8"}, dtypes
+
+
+@pytest.mark.thorough
+def test_experts_of_qlora_keep_the_compute_dtype(batch):
+    experts = dict(feed_forward="experts", experts=ExpertsConfig(count=4, per_token=2, size=64))
+    spec = make_spec(model=replace(MODEL, **experts), adapter=QLORA)
+    plain = make_spec(model=spec.model, adapter=QLORA, train=dict(linear=None))
+    found, wanted = (gradient_sums(each, batch) for each in (spec, plain))
+    assert float(found[0].loss) != float(wanted[0].loss)
+    np.testing.assert_allclose(found[0].loss, wanted[0].loss, rtol=0.02)
+    found = [*equations(partial(gradients, spec), abstract_state(spec), abstract_batch(spec))]
+    products = {
+        eqn.invars[1].aval.shape
+        for eqn in found
+        if eqn.primitive.name == "dot_general" and "float8" in str(eqn.invars[1].aval.dtype)
+    }
+    assert products == {(64, 32), (32, 32), (32, 64)}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("kind", ["none", "qlora"])
+def test_training_is_close_to_bfloat16(batch, kind):
+    adapter = {} if kind == "none" else dict(adapter=QLORA)
+
     def losses(**train):
-        spec = make_spec(train=dict(compute_dtype="bfloat16", **train))
+        spec = make_spec(train=dict(compute_dtype="bfloat16", **train), **adapter)
         state, placed = initial_state(spec), spec.layout.put(batch)
         step = compile_step(spec, state, placed)
         found = []
@@ -165,13 +285,15 @@ def test_training_is_close_to_bfloat16(batch):
         return found
 
     float8, plain = losses(), losses(linear=None)
-    assert float8 != plain and float8[-1] < 0.5 * float8[0]
+    assert float8 != plain and float8[-1] < (0.5 if kind == "none" else 0.8) * float8[0]
     np.testing.assert_allclose(float8, plain, rtol=0.1)
 
 
-def test_a_run_keeps_no_state():
+@pytest.mark.parametrize("adapter", [{}, QLORA], ids=["none", "qlora"])
+def test_a_run_keeps_no_state(adapter):
     """Of scales, so that a run goes on from a checkpoint as it would have gone on."""
-    states = (abstract_state(make_spec(train=dict(linear=kind))) for kind in ("float8", None))
+    specs = (make_spec(train=dict(linear=x), adapter=adapter) for x in ("float8", None))
+    states = (abstract_state(spec) for spec in specs)
     first, second = ([(x.shape, x.dtype) for x in jax.tree.leaves(state)] for state in states)
     assert first == second
 
@@ -181,10 +303,6 @@ def test_a_run_keeps_no_state():
     [
         (["--train.linear=int8"], "train.linear"),
         (["--train.linear=float8", "--model.hidden_size=24"], "layers.key.kernel has 24 inputs"),
-        (
-            ["--train.linear=float8", "--adapter.type=qlora"],
-            "train.linear=float8: must not be set with adapter.type=qlora, whose weights have",
-        ),
     ],
 )
 def test_refusals(arguments, tmp_path, capsys, flags, message):
@@ -224,11 +342,12 @@ def test_a_step_without_8_bit_products_stops_the_run():
 
 @pytest.mark.thorough
 @needs_compiler
-def test_the_step_of_an_absent_gpu():
+@pytest.mark.parametrize("adapter", [{}, QLORA], ids=["none", "qlora"])
+def test_the_step_of_an_absent_gpu(adapter):
     """XLA recognizes the products of 8 bits, and devices gather kernels in 8 bits; an older GPU is
     refused."""
     kind, devices = absent_devices("h100:2")
-    groups = dict(train=dict(compute_dtype="bfloat16"), parallel=dict(fsdp=2))
+    groups = dict(train=dict(compute_dtype="bfloat16"), parallel=dict(fsdp=2), adapter=adapter)
     spec = make_spec(devices, replace(MODEL, num_layers=1), **groups)
     check_float8(spec)
     with tracing_for(spec, kind.platform):
@@ -243,7 +362,8 @@ def test_the_step_of_an_absent_gpu():
 @pytest.mark.gpu
 # CuTe DSL, which compiles FlashAttention-4, uses names of its own that it deprecates.
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_remat_policies_on_a_gpu():
+@pytest.mark.parametrize("adapter", [{}, QLORA], ids=["none", "qlora"])
+def test_remat_policies_on_a_gpu(adapter):
     """Compiling also checks that XLA recognizes the products. The first loss and the norm of its
     gradient are those without remat, and close to those in bfloat16."""
     sizes = dict(hidden_size=256, intermediate_size=512, head_dim=64)
@@ -255,7 +375,8 @@ def test_remat_policies_on_a_gpu():
     def first(linear="float8", **execution):
         train = dict(seq_len=256, compute_dtype="bfloat16", linear=linear)
         execution = dict(attention_implementation="auto", ffn_chunk=256) | execution
-        spec = make_spec(model=replace(MODEL, **sizes), train=train, execution=execution)
+        model, groups = replace(MODEL, **sizes), dict(train=train, execution=execution)
+        spec = make_spec(model=model, adapter=adapter, **groups)
         state, placed = initial_state(spec), spec.layout.put(batch)
         _, metrics = compile_step(spec, state, placed)(state, placed)
         return [float(metrics[name]) for name in ("train/loss", "train/grad_norm")]

@@ -82,6 +82,14 @@ CASES = {
     "float8": dict(train=dict(linear="float8")),
     "lora": dict(adapter=dict(type="lora", r=4)),
     "qlora": dict(adapter=dict(type="qlora", r=4), accumulate=2),
+    "qlora in float8": dict(adapter=dict(type="qlora", r=4), train=dict(linear="float8")),
+    "delayed clipping of qlora in float8": dict(
+        adapter=dict(type="qlora", r=4),
+        train=dict(linear="float8"),
+        optimizer=dict(clip="delayed", max_grad_norm=1e6),
+        execution=dict(remat="full"),
+        accumulate=2,
+    ),
     "pairs": dict(objective="dpo", adapter=dict(type="qlora", r=4), accumulate=2),
     "pairs in float8": dict(
         objective="dpo", adapter=dict(type="lora", r=4), train=dict(linear="float8")
