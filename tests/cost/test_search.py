@@ -392,3 +392,12 @@ def test_float8_is_faster_and_holds_the_linear_layers_in_8_bits():
     slow, fast = (each(spec.execution) for each in (plain, float8))
     assert 0.6 * slow.seconds < fast.seconds < 0.95 * slow.seconds
     assert fast.flops == slow.flops
+
+
+def test_float8_of_qlora_holds_no_weights_in_8_bits():
+    spec = make_spec(adapter=AdapterConfig(type="qlora"))
+    config = replace(spec.config, train=replace(spec.config.train, linear="float8"))
+    plain, float8 = Estimator(spec), Estimator(replace(spec, config=config))
+    assert float8.held == plain.held
+    slow, fast = (each(spec.execution) for each in (plain, float8))
+    assert 0.6 * slow.seconds < fast.seconds < 0.95 * slow.seconds

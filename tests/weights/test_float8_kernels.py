@@ -37,7 +37,7 @@ def stacked(quantization, double):
         jax.random.key(0), INPUTS, OUTPUTS, ("embed", None, None, None), std=1.0, bias=False,
         dtype=jnp.float32,
     )  # fmt: skip
-    magnitudes = jnp.exp2(-12 * jax.random.uniform(jax.random.key(1), (1, 1, *OUTPUTS)))
+    magnitudes = jnp.exp2(-18 * jax.random.uniform(jax.random.key(1), (1, 1, *OUTPUTS)))
     w = magnitudes * normal(0, *INPUTS, *OUTPUTS)
     linear.kernel = nnx.Param(jnp.stack([w, 2.0**11 * w]), axes=linear.kernel.axes)
     tree = Layers(linear)
