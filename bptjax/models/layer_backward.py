@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from bptjax.models.layer_loops import layer_loops, scan_layers
@@ -191,7 +192,8 @@ def _run(runner, unit, carry, kinds, first, size):
         prevent_cse = len(pattern) > 1 or repeats == 1
         each = {pattern.index(kind): unit(kind, prevent_cse) for kind in pattern}
         units = [each[pattern.index(kind)] for kind in pattern]
-        starts = first + size * len(pattern) * jnp.arange(repeats, dtype=jnp.int32)
+        # Constants, if possible: XLA must know that the indices are linear in the loop's counter.
+        starts = first + size * len(pattern) * np.arange(repeats, dtype=np.int32)
 
         def body(carry, start, units=units):
             outputs, saved = [], []

@@ -65,14 +65,11 @@ class _Loop(NamedTuple):
       parameters: the trained arrays of the layers.
       slots: optimizer state of each, by slot; or the array that collects the gradients of each.
       squares: sum of the squares of the gradients so far.
-      unwritten: entries of `slots` on the device that are not in host memory yet, and their
-        indices, by the position of the parameter; empty if the slots are not in host memory.
     """
 
     parameters: list[Array]
     slots: list[Any]
     squares: Array
-    unwritten: dict[int, tuple[Any, Array]]
 
 
 class _Parameters:
@@ -197,8 +194,8 @@ def step_in_backward(
     """Takes an optimizer step. Returns the trained parameters, the optimizer state, the sums of the
     losses, and the norm of the gradients.
 
-    If the loss is not finite, nothing changes. If the gradient of a layer is not finite, this layer
-    and the layers below do not change, and the norm is not finite.
+    If the loss is not finite, nothing changes. If the gradient of a parameter is not finite, this
+    parameter does not change, and the norm is not finite.
 
     Args:
       rate: as for `apply_gradients`.
@@ -217,70 +214,55 @@ def step_in_backward(
     factor = 1.0 if last_norm is None else clip_factor(config, last_norm)
     update = Update(config, rate, scale * factor, opt_state.count + 1, rounding)
     sharded = spec.config.parallel.zero_stage > 1
-
-    # One layer's entries of host memory at a time are on the device: those of the last layer that
-    # ran backward move back while the next layer runs.
-    streamed = config.state_memory_kind == "pinned_host"
+    in_place = spec.config.parallel.zero_stage == 3 and config.state_memory_kind == "device"
 
     def updated(gradients, current, slots, indices):
         """Updates parameters by their position. Returns their new values and slots, and the sum of
-        the squares of the gradients. With `streamed`, the new slots of a layer's parameters are the
-        layer's entries only."""
+        the squares of the gradients."""
         gradients = constrain(spec, parameters.as_variables(gradients), sharded)
-        squares = sum_of_squares(gradients, scale)
-        step, when = update, finite & jnp.isfinite(squares)
+        squares = {i: sum_of_squares(g, scale) for i, g in gradients.items()}
+        total, step = sum(squares.values(), jnp.zeros(())), update
         if config.clip == "per_layer":
-            step = replace(update, scale=scale * clip_factor(config, jnp.sqrt(squares)))
+            step = replace(update, scale=scale * clip_factor(config, jnp.sqrt(total)))
         new = {}
         for i, g in gradients.items():
+            # Not of the total, so that states move while other gradients are computed.
+            when = finite & jnp.isfinite(squares[i])
             p, index = variables[i].replace(current[i]), indices.get(i)
-            if index is None or (spec.config.parallel.zero_stage == 3 and not streamed):
+            if index is None or in_place:
                 p = p if index is not None else constrain(spec, p, sharded=True)
                 p, own = step(i, p, g, slots[i], when=when, index=index)
-                new[i] = p.get_value(), slots[i] | own
-                continue
-            # Each device updates its shard of the entry; then all get the entry.
-            entry = constrain(spec, get_entry((p, slots[i]), index), sharded=True)
-            key = jax.random.fold_in(step.key, index)
-            new_p, own = replace(step, key=key)(i, entry[0], g, entry[1], when=when)
-            own = entry[1] | own
-            own = own if streamed else put_entry(slots[i], own, index)
-            new[i] = put_entry(p, new_p, index).get_value(), own
-        return new, squares
+            else:
+                # Each device updates its shard of the entry; then all get the entry. XLA copies
+                # slots from host memory and back while it computes.
+                stacked = p, slots[i]
+                entry = constrain(spec, get_entry(stacked, index), sharded=True)
+                key = jax.random.fold_in(step.key, index)
+                p, own = replace(step, key=key)(i, entry[0], g, entry[1], when=when)
+                p, own = put_entry(stacked, (p, entry[1] | own), index)
+            new[i] = p.get_value(), slots[i] | own
+        return new, total
 
     def use(loop, gradients, indices):
         each = _existing(of_layers, gradients, indices)
         current = dict(zip(of_layers, loop.parameters, strict=True))
         own_slots = dict(zip(of_layers, loop.slots, strict=True))
-        unwritten = dict(loop.unwritten)
-        for i in unwritten.keys() & {i for i, _, _ in each}:
-            own_slots[i] = put_entry(own_slots[i], *unwritten[i])
         new, squares = updated(
             {i: g for i, g, _ in each}, current, own_slots, {i: index for i, _, index in each}
         )
-        for i, _, index in each:
-            current[i], slot = new[i]
-            if streamed:
-                unwritten[i] = slot, index
-            else:
-                own_slots[i] = slot
-        squares += loop.squares
-        return _Loop([*current.values()], [*own_slots.values()], squares, unwritten)
+        for i, (value, slot) in new.items():
+            current[i], own_slots[i] = value, slot
+        return _Loop([*current.values()], [*own_slots.values()], loop.squares + squares)
 
     after = parameters.after_layers
     new, squares = updated({i: passes.of_end[i] for i in after}, dict(enumerate(values)), slots, {})
     # Otherwise XLA may keep the gradient of the head until after the layers.
     d_x, new, squares = jax.lax.optimization_barrier((passes.d_x, new, squares))
-    first = jnp.zeros((), jnp.int32)
-    unwritten = {i: (get_entry(slots[i], first), first) for i in of_layers if streamed}
-    held = [slots[i] for i in of_layers]
-    loop = _Loop([values[i] for i in of_layers], held, squares, unwritten)
+    loop = _Loop([values[i] for i in of_layers], [slots[i] for i in of_layers], squares)
     of_top, loop = passes.backward(d_x, loop, Use(lambda loop: loop.parameters, use))
     rest = {i: g for i, g in of_top.items() if i not in after}
     more, squares = updated(rest, dict(enumerate(values)), slots, {})
     new |= more | dict(zip(of_layers, zip(loop.parameters, loop.slots, strict=True), strict=True))
-    for i, unwritten in loop.unwritten.items():
-        new[i] = new[i][0], put_entry(new[i][1], *unwritten)
     trained = structure.unflatten([v.replace(new[i][0]) for i, v in enumerate(variables)])
     slots = {
         name: structure.unflatten([new[i][1][name] for i in range(len(variables))])
@@ -320,10 +302,10 @@ def gradients_in_host_memory(given: StepInputs, buffers: Any) -> tuple[Any, Any,
                 index=index,
             )
         squares = loop.squares + sum_of_squares(found, scale)
-        return loop._replace(slots=[*kept.values()], squares=squares)
+        return _Loop(loop.parameters, [*kept.values()], squares)
 
     values = [parameters.values[i] for i in of_layers]
-    loop = _Loop(values, jax.tree.leaves(buffers), jnp.zeros(()), {})
+    loop = _Loop(values, jax.tree.leaves(buffers), jnp.zeros(()))
     of_top, loop = passes.backward(passes.d_x, loop, Use(lambda loop: loop.parameters, use))
     of_top = constrain(spec, parameters.as_variables(of_top), sharded=True)
     norm = jnp.sqrt(loop.squares + sum_of_squares(of_top, scale))
