@@ -13,6 +13,7 @@ from safetensors.numpy import save_file
 from tiers import fast
 
 from bptjax.cli import convert
+from bptjax.cli.train import main as train
 from bptjax.config_parser import parse
 from bptjax.models.config import ModelConfig
 from bptjax.models.params import stacked
@@ -237,6 +238,26 @@ def test_extend_to_sets_positions_and_theta(llama):
     assert learned.max_position_embeddings == 8 * 2048
     with pytest.raises(ValueError, match="requires a checkpoint"):
         ModelConfig(extend_to=100)
+
+
+@pytest.mark.thorough
+def test_a_run_from_an_extended_run_keeps_its_positions(llama, tmp_path, monkeypatch):
+    """Also where the first run is gone."""
+    monkeypatch.chdir(tmp_path)
+    base = llama(max_position_embeddings=64, rope_parameters=dict(rope_theta=1e3), vocab_size=512)
+    (tmp_path / "texts.txt").write_text("Some words. " * 400)
+    flags = ["--data.path=texts.txt", "--data.tokenizer=byte", "--train.seq_len=128"]
+    flags += ["--device=cpu", "--train.max_steps=1", "--data.eval_fraction=0"]
+    extended = ["--model.extend_to=128", f"--model.name_or_path={base}"]
+    assert train([*flags, *extended, "--run_dir=first"]) == 0
+    assert train([*flags, "--model.name_or_path=first", "--run_dir=second"]) == 0
+    first = open_pretrained(ModelConfig(name_or_path="first")).config
+    assert first.max_position_embeddings == 128 and first.rope_parameters["rope_theta"] > 1e3
+    shutil.rmtree("first")
+    second = open_pretrained(ModelConfig(name_or_path="second")).config
+    assert replace(second, name_or_path="first") == first
+    conversion.to_hf("second", tmp_path / "out", dtype=None, max_shard_size="5GB")
+    assert read_config(tmp_path / "out")[1].rope_parameters == first.rope_parameters
 
 
 def test_the_scaling_is_that_of_full_attention(tmp_path):
