@@ -3,7 +3,7 @@
     python scripts/extension.py --model DIR --train train.jsonl --held_out held_out.jsonl \\
         --out rows.jsonl --runs RUNS [--variants before theta yarn ...] \\
         [--measures perplexity ...] [--samples 100] [--length 65536] \\
-        [--config configs/smollm2_64k.yaml] [--train.max_steps=200 ...]
+        [--config configs/smollm2_64k.yaml] [--train.max_steps=100 ...]
 
 Each variant is a run of the config with other keys; `before` is the model itself. Writes a line of
 JSON for each row of `bptjax evaluate`, and one about each training, as soon as it is there; started
@@ -50,7 +50,7 @@ VARIANTS: dict[str, list[str]] = {
     "yarn": scaled("yarn"),
     "linear": scaled("linear"),
     "few_steps": ["--train.max_steps=10"],
-    "more_steps": ["--train.max_steps=200"],
+    "fewer_steps": ["--train.max_steps=50"],
     "low_rate": ["--optimizer.learning_rate=3e-5"],
     "concat": ["--data.packing=concat"],
     "lora": ["--adapter.type=lora", "--adapter.r=64", "--adapter.target_modules=all-linear"],

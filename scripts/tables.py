@@ -442,10 +442,10 @@ def speeds_planned() -> str:
     return by_gpu(cell)
 
 
-def in_backward() -> str:
+def in_backward(name: str) -> str:
     """Steps of an 8B whose layers are updated after or inside the backward pass."""
     body = []
-    for row in read("in_backward_h100.jsonl"):
+    for row in read(name):
         if "system" in row:
             name = ", ".join([peer_name(row), *row.get("flags", ())])
             body.append([tokens(row | {"settings": {}}), name, "", ""])
@@ -568,7 +568,8 @@ def extension_scores() -> str:
     models = {
         "before": "before",
         "theta": "after",
-        "smaller_theta_200_steps": "after 200 steps, theta 1.6 million",
+        "fewer_steps": "after 50 steps",
+        "smaller_theta_200_steps": "after, theta 1.6 million",
     }
     rows = [r for r in read(EXTENSION) if "task" in r]
     found = {(r["task"], r["variant"], r["length"]): r for r in rows}
@@ -694,7 +695,8 @@ def host_starts() -> str:
 
 TABLES: dict[str, Callable[[], str]] = {
     "headline": headline,
-    "in_backward": in_backward,
+    "in_backward": lambda: in_backward("in_backward_h100.jsonl"),
+    "in_backward_h200": lambda: in_backward("in_backward_h200.jsonl"),
     "qlora": lambda: steps("qlora_h200.json"),
     "compare": compare,
     "loss": loss,
