@@ -24,6 +24,7 @@ DECODERS = {
 }
 # Names of peers, by a word of `system` in their rows.
 PEERS = {"Unsloth": "Unsloth", "PEFT": "transformers + PEFT", "Liger": "transformers + Liger"}
+IN_BACKWARD = "in_backward_h200.jsonl"
 WORKS = {"QLoRA": "qlora_h200.json", "full fine-tuning": "step_h200.json"}
 CASES = {
     "causal": "causal",
@@ -111,6 +112,8 @@ def longest() -> list[tuple[str, Row, None]]:
     found = {}
     for work, name in WORKS.items():
         rows = [r for r in read(name) if r["decoder"] == "8b" and r["system"] == "bptjax"]
+        if work == "full fine-tuning":
+            rows += read(IN_BACKWARD)
         layers = max(r["layers"] for r in rows)
         for row in sorted(rows, key=lambda r: r["T"]):
             if "step_s" in row and row["layers"] == layers:

@@ -13,6 +13,7 @@ from pathlib import Path
 from measurements import (
     CASES,
     DECODERS,
+    IN_BACKWARD,
     SYSTEMS,
     Row,
     attention_rows,
@@ -696,7 +697,7 @@ def host_starts() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "headline": headline,
     "in_backward": lambda: in_backward("in_backward_h100.jsonl"),
-    "in_backward_h200": lambda: in_backward("in_backward_h200.jsonl"),
+    "in_backward_h200": lambda: in_backward(IN_BACKWARD),
     "qlora": lambda: steps("qlora_h200.json"),
     "compare": compare,
     "loss": loss,

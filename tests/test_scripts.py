@@ -162,7 +162,7 @@ def test_the_tables_of_the_documents_match_the_rows():
         assert tables.written(text) == text
     assert tables.written(texts[1].replace("| causal | 5", "| causal | 6")) == texts[1]
     with pytest.raises(
-        ValueError, match="table: steps -->: must be one of headline, in_backward, qlora"
+        ValueError, match="table: steps -->: must be one of headline, in_backward, "
     ):
         tables.written(texts[1].replace("<!-- table: step -->", "<!-- table: steps -->"))
 
