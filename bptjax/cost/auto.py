@@ -15,7 +15,7 @@ from typing import Any
 import jax
 
 from bptjax.cost.devices import GIB, DeviceKind
-from bptjax.cost.memory import Plan, plan, shortage, tree_bytes
+from bptjax.cost.memory import Plan, absent_host_bytes, plan, shortage, tree_bytes
 from bptjax.cost.search import MemoryLimit, choose, with_execution
 from bptjax.models.execution import Execution
 from bptjax.parallel.distributed import all_gather_json
@@ -131,7 +131,7 @@ def memory_limit(spec: TrainSpec, device: int, host: int) -> MemoryLimit:
     config, most = spec.config, int(SAFE * device)
     if budget := config.memory.budget_gib:
         most = min(int(budget * GIB), most)
-    host -= tree_bytes(abstract_state(spec), host=True)
+    host -= tree_bytes(abstract_state(spec), host=True) + absent_host_bytes(spec)
     return MemoryLimit(most, max(int(HOST_SHARE * host), 0))
 
 

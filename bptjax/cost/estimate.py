@@ -14,7 +14,7 @@ import numpy as np
 
 from bptjax.cost.devices import KINDS, kind_of
 from bptjax.cost.flops import mixing_flops
-from bptjax.cost.memory import gradient_bytes, tree_bytes
+from bptjax.cost.memory import absent_host_bytes, gradient_bytes, tree_bytes
 from bptjax.models.execution import REMAT, RESIDUAL_NAMES, UNCHUNKED, Execution
 from bptjax.models.feed_forward import FeedForward
 from bptjax.models.feed_forwards import FEED_FORWARDS
@@ -85,7 +85,7 @@ class Estimator:
         self.estimates: dict[Execution, Estimate] = {}  # A search asks for the same ones again.
         train, state = spec.config.train, abstract_state(spec)
         self.trained = tree_bytes(split_trained(spec, state.model)[0])
-        self.held = tree_bytes(state.model) + tree_bytes(state.opt_state)
+        self.held = tree_bytes(state.model) + tree_bytes(state.opt_state) - absent_host_bytes(spec)
         # Experts are not converted, and take most of a step.
         linear = FEED_FORWARDS[self.model.feed_forward].LINEAR
         self.float8 = train.linear == "float8" and linear

@@ -67,17 +67,13 @@ def tracing_for(spec: TrainSpec, platform: str | None) -> AbstractContextManager
       platform: gpu or tpu if the devices are not on this machine.
 
     Raises:
-      NotImplementedError: the optimizer state or gradients are in host memory, which jax does not
-        describe for devices that are not on this machine.
+      NotImplementedError: gradients are in host memory, which jax does not describe for devices
+        that are not on this machine.
     """
-    kind, key = spec.config.optimizer.state_memory_kind, None
-    if kind != "device":
-        key = f"optimizer.state_memory_kind={kind}"
-    elif spec.gradients_on_host:
-        key = "optimizer.in_backward=true with optimizer.clip=exact"
-    if platform and key:
+    if platform and spec.gradients_on_host:
         raise NotImplementedError(
-            f"{key}: can only be planned on the devices of this machine; leave out devices"
+            "optimizer.in_backward=true with optimizer.clip=exact: can only be planned on the "
+            "devices of this machine; leave out devices"
         )
     return absent(spec.mesh.devices.flat[0]) if platform else nullcontext()
 
@@ -112,20 +108,29 @@ def predict(
     assert needs is not None
     # The new state reuses the donated state's memory; the only other results are metrics.
     more = needs.temp_size_in_bytes + needs.output_size_in_bytes - needs.alias_size_in_bytes
-    gradients = min(gradient_bytes(spec), more)
-    parameters, optimizer = tree_bytes(state.model), tree_bytes(state.opt_state)
+    gradients, on_host = min(gradient_bytes(spec), more), absent_host_bytes(spec)
+    parameters, optimizer = tree_bytes(state.model), tree_bytes(state.opt_state) - on_host
     return Plan(
         devices=name,
         seq_len=spec.config.train.seq_len,
         parameters=parameters,
         optimizer=optimizer,
-        batch=needs.argument_size_in_bytes - parameters - optimizer,
+        batch=needs.argument_size_in_bytes - parameters - optimizer - on_host,
         gradients=gradients,
         activations=more - gradients,
-        host=needs.host_argument_size_in_bytes + needs.host_temp_size_in_bytes,
+        host=needs.host_argument_size_in_bytes + needs.host_temp_size_in_bytes + on_host,
         link=int(Program(compiled.as_text() or "").link_bytes()) if spec.mesh.size > 1 else 0,
         available=available,
     )
+
+
+def absent_host_bytes(spec: TrainSpec) -> int:
+    """Returns the bytes per device of the optimizer state in the host memory of devices that are
+    not on this machine. Their steps are compiled with this state in device memory."""
+    described = spec.mesh.devices.flat[0].addressable_memories()
+    if spec.config.optimizer.state_memory_kind == "device" or described:
+        return 0
+    return tree_bytes(abstract_state(spec).opt_state.slots)
 
 
 def gradient_bytes(spec: TrainSpec, in_backward: bool | None = None) -> int:

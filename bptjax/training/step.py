@@ -388,7 +388,7 @@ def compile_step(
     key = "optimizer.state_memory_kind=pinned_host"
     offloaded = spec.config.optimizer.state_memory_kind == "pinned_host"
     kinds = {x.sharding.memory_kind for x in jax.tree.leaves(state.opt_state.slots)}
-    if offloaded and kinds != {HOST}:
+    if offloaded and kinds != {HOST} and not is_absent():
         raise RuntimeError(f"{key}, but the state is in {kinds}")
     shardings = jax.tree.map(lambda x: x.sharding, abstract_state(spec))
     step = jax.jit(partial(train_step, spec), donate_argnums=0, out_shardings=(shardings, None))
@@ -406,7 +406,7 @@ def compile_step(
     if float8 and not is_absent():
         check_float8_products(compiled.as_text() or "")
     # On the CPU backend, host memory is device memory.
-    if (offloaded or spec.gradients_on_host) and platform() != "cpu":
+    if (offloaded or spec.gradients_on_host) and platform() != "cpu" and not is_absent():
         needs = compiled.memory_analysis()
         if needs is None or not needs.host_argument_size_in_bytes:
             key = key if offloaded else "optimizer.in_backward=true"

@@ -18,6 +18,7 @@ from bptjax.config import Config, TrainConfig
 from bptjax.config_parser import parse
 from bptjax.cost.auto import absent_limit
 from bptjax.cost.devices import KINDS, absent_devices, parse_devices
+from bptjax.cost.estimate import Estimator
 from bptjax.cost.memory import Plan, longest_context, plan, remedies, tree_bytes
 from bptjax.cost.search import MemoryLimit, with_execution
 from bptjax.models.architecture import new_model
@@ -203,10 +204,21 @@ def test_settings_are_chosen_for_absent_gpus(capsys):
 
 @pytest.mark.thorough
 @needs_compiler
-def test_host_memory_of_absent_devices_is_refused():
+def test_states_in_the_host_memory_of_absent_devices():
     _, devices = absent_devices("h100")
-    spec = make_spec(devices, optimizer=OptimizerConfig(state_memory_kind="pinned_host"))
-    with pytest.raises(NotImplementedError, match="state_memory_kind=pinned_host: can only be"):
+    kinds = "device", "pinned_host"
+    options = [OptimizerConfig(clip="delayed", state_memory_kind=kind) for kind in kinds]
+    specs = [make_spec(devices, optimizer=each) for each in options]
+    here, there = (plan(spec, "h100", None, "gpu") for spec in specs)
+    size = tree_bytes(abstract_state(specs[0]).opt_state.slots)
+    assert here.host == 0 and there.host == size
+    assert (there.parameters, there.batch) == (here.parameters, here.batch)
+    assert there.optimizer == here.optimizer - size == 4  # The number of steps.
+    limits = [absent_limit(spec, KINDS["h100"]) for spec in specs]
+    assert limits[0].device == limits[1].device and limits[0].host > limits[1].host
+    assert Estimator(specs[0]).held - Estimator(specs[1]).held == size
+    spec = make_spec(devices, optimizer=OptimizerConfig(in_backward=True))
+    with pytest.raises(NotImplementedError, match="clip=exact: can only be"):
         plan(spec, "h100", None, "gpu")
 
 
