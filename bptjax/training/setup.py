@@ -76,7 +76,7 @@ from bptjax.training.step import check_kernel
 from bptjax.weights.hf.checkpoint import SIDECARS, copy_sidecar_files
 from bptjax.weights.hf.config_export import exported
 from bptjax.weights.hf.families.encoders import class_names, with_classes
-from bptjax.weights.pretrained import Pretrained, open_config
+from bptjax.weights.pretrained import Pretrained
 
 
 @dataclass(frozen=True)
@@ -227,10 +227,8 @@ def _write_run_dir(run: TrainingRun, config: Config) -> None:
             file = fresh / SIDECARS / "config.json"
             raw = read_json(file)
             changed = with_classes(raw, pretrained.config.encoder.classes)
-            if pretrained.read_as:
-                # Another run may have changed the keys of its own config.json.
-                start = open_config(ModelConfig(name_or_path=config.model.name_or_path)).config
-                start = replace(start, vocab_size=pretrained.read_as.vocab_size)
+            if pretrained.read_as and pretrained.trained_as:
+                start = replace(pretrained.trained_as, vocab_size=pretrained.read_as.vocab_size)
                 changed = exported(changed, pretrained.read_as, start)
             if isinstance(processor, ImageProcessor):
                 changed = changed | class_names(processor.names)

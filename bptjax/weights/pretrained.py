@@ -53,6 +53,8 @@ class Pretrained:
       source: the parameters; with adapters, the base model's parameters.
       family: Hugging Face family; None for a model trained from scratch.
       read_as: architecture in config.json; None for a model trained from scratch.
+      trained_as: architecture of a run, which may differ from that in its config.json; None for
+        another checkpoint, and for a run of adapters.
       sidecars: directory of config.json and the tokenizer; None for a model trained from scratch.
       adapters: adapters of the parameters, if any.
       left_out: one line about tensors in the files that were not read; empty if all were read.
@@ -67,6 +69,7 @@ class Pretrained:
     source: ParameterSource
     family: Family | None = None
     read_as: ModelConfig | None = None
+    trained_as: ModelConfig | None = None
     sidecars: Path | None = None
     adapters: Adapters | None = None
     left_out: str = ""
@@ -195,13 +198,13 @@ def open_pretrained(wanted: ModelConfig, seed: int = 0) -> Pretrained:
         )
     sidecars = directory / SIDECARS if (directory / SIDECARS).is_dir() else None
     family, read_as = read_config(sidecars) if sidecars else (None, None)
-    computed_in = None
+    computed_in = trained_as = None
     if (directory / "checkpoints").is_dir():
         run = _run_config(directory)
         if run.adapter.type != "none":
             return _open_adapters(directory, run.model, run.adapter, wanted)
         source, computed_in = RunCheckpoint(directory), run.compute_dtype
-        config = _trained_config(run, read_as, source)
+        config = trained_as = _trained_config(run, read_as, source)
     elif read_as is not None and (directory / SINGLE).exists():
         source, config = ConvertedCheckpoint(directory), read_as
     else:
@@ -218,6 +221,7 @@ def open_pretrained(wanted: ModelConfig, seed: int = 0) -> Pretrained:
         source,
         family,
         read_as,
+        trained_as,
         sidecars,
         others=others,
         computed_in=computed_in,
