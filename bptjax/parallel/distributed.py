@@ -67,6 +67,8 @@ _private: list[str] = []
 # Addresses of this process at the connections between the coordinator and the others.
 _addresses: list[str] = []
 _peer_lost = threading.Event()
+# The line of `exit_with` is printed.
+_telling, _told = threading.Lock(), threading.Event()
 # Host, address and versions of each process.
 _members: list[dict[str, Any]] = []
 # Connections between the coordinator and the others.
@@ -440,11 +442,15 @@ def _remove_private() -> None:
 
 
 def exit_with(error: BaseException, code: int = 1) -> None:
-    """Ends this process at once with one line, from any thread, also if the others wait for it."""
+    """Ends this process at once with one line, from any thread, also if the others wait for it.
+    Several threads may notice a lost peer; only the first prints its line."""
     message = " ".join(str(error).split())
     record_error(message)
     _remove_private()
-    os.write(2, f"error: {message}\n".encode())
+    with _telling:
+        if not _told.is_set():
+            os.write(2, f"error: {message}\n".encode())
+        _told.set()
     for connection in _connections:
         # A thread that waits for a disk would keep them open.
         with suppress(OSError):

@@ -357,6 +357,26 @@ versions.installed = lambda name: os.environ["RANK"] if name == "tokenizers" els
         assert process.returncode == 1 and error.endswith(f"ValueError: {message}\n")
 
 
+SEVERAL = """
+import threading
+from bptjax.parallel import distributed
+together = threading.Barrier(8)
+def end():
+    together.wait()
+    distributed.exit_with(distributed.PeerLost("the same host"))
+for _ in range(7):
+    threading.Thread(target=end).start()
+end()
+"""
+
+
+def test_threads_that_notice_the_same_lost_peer_print_one_line():
+    for _ in range(3):
+        ended = subprocess.run([sys.executable, "-c", SEVERAL], capture_output=True, text=True)
+        assert ended.returncode == 1
+        assert len(ended.stderr.splitlines()) == 1 and "the same host" in ended.stderr
+
+
 @pytest.mark.thorough
 def test_a_failure_does_not_wait_long_for_the_others(start):
     code = """
