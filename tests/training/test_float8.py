@@ -159,8 +159,8 @@ def test_adapters_train_beside_a_base_in_8_bits(batch, one):
 @pytest.mark.parametrize("remat", ["none", "full"])
 @pytest.mark.parametrize("kind", fast(["lora", "qlora"], ["qlora"]))
 def test_products_of_a_frozen_base_have_8_bits(kind, remat):
-    """Those of tokens with a kernel and with its transpose, and none for its gradient. No kernel
-    is dequantized to 16 bits."""
+    """The forward product and the gradient of its input have 8 bits, a frozen kernel has no
+    gradient, and no kernel is dequantized to 16 bits."""
     train, execution = dict(compute_dtype="bfloat16"), dict(remat=remat)
     spec = make_spec(train=train, execution=execution, adapter=dict(type=kind, r=4))
     found = [*equations(partial(gradients, spec), abstract_state(spec), abstract_batch(spec))]

@@ -172,7 +172,7 @@ def rows_of(documents):
 
 
 def logps(model):
-    """Log-probabilities of the answers of `PAIRS`, each in a row of its own."""
+    """Log-probabilities of the answers of `PAIRS`, from one sequence per answer."""
     tokens, labels, segments = rows_of(PAIRS)
     hidden, _ = model(tokens, segments=segments)
     logs = jax.nn.log_softmax(model.logits(hidden))
@@ -181,7 +181,7 @@ def logps(model):
 
 
 def oracle(spec, state, formula, sft_weight=0.0):
-    """Mean loss and gradients from all logits of each answer in a row of its own."""
+    """Mean loss and gradients, from all logits and one sequence per answer."""
     labels = rows_of(PAIRS)[1]
     trained, frozen = split_trained(spec, state.model)
     counts = jnp.asarray((labels != IGNORED).sum(1).reshape(-1, 2), jnp.float32)
