@@ -70,6 +70,15 @@ RANK = 8
 ROUND = 1024
 
 
+def versions() -> dict[str, str]:
+    """Returns the versions of the installed packages."""
+    found = {}
+    for package in PACKAGES:
+        with contextlib.suppress(PackageNotFoundError):
+            found[package] = version(package)
+    return found
+
+
 def tokenizer(vocab_size: int) -> Any:
     """Returns a tokenizer whose tokens are the decimal numbers of their ids; id 0 ends a text."""
     from tokenizers import Tokenizer, models, pre_tokenizers
@@ -165,6 +174,7 @@ def measure(
                 bf16=True,
                 gradient_checkpointing=not args.no_checkpointing,
                 activation_offloading=args.offload,
+                torch_compile=args.compile,
                 use_liger_kernel=gpu and not args.no_liger,
                 use_cpu=not gpu,
                 logging_steps=1,
@@ -279,6 +289,7 @@ def main() -> None:
     parser.add_argument("--no_liger", action="store_true", help="without Liger's kernels")
     parser.add_argument("--no_checkpointing", action="store_true", help="save all activations")
     parser.add_argument("--offload", action="store_true", help="TRL's activation_offloading")
+    parser.add_argument("--compile", action="store_true", help="with torch.compile")
     parser.add_argument("--longest", action="store_true", help="find the longest prompt that fits")
     parser.add_argument("--tiny", action="store_true", help="a tiny decoder on a CPU")
     parser.add_argument("--out", type=Path)
@@ -291,7 +302,7 @@ def main() -> None:
 
     def row(prompt: int, pairs: int, attention: str, warmup: int, steps: int) -> dict[str, Any]:
         """Appends the row of a case to the file, and returns it."""
-        made = dict(
+        made: dict[str, Any] = dict(
             peer="trl",
             prompt=prompt,
             answer=args.answer,
@@ -302,15 +313,15 @@ def main() -> None:
             adapter_dtype=args.adapter_dtype,
             checkpointing=not args.no_checkpointing,
             offload=args.offload,
+            compiled=args.compile,
             tiny=args.tiny,
             warmup=warmup,
             steps=steps,
         )
         made |= attempt(lambda: measure(args, prompt, pairs, attention, warmup, steps))
-        made |= dict(device="cpu" if args.tiny else torch.cuda.get_device_name(), versions={})
-        for package in PACKAGES:
-            with contextlib.suppress(PackageNotFoundError):
-                made["versions"][package] = version(package)
+        made |= dict(
+            device="cpu" if args.tiny else torch.cuda.get_device_name(), versions=versions()
+        )
         print(json.dumps(made), flush=True)
         if args.out:
             with args.out.open("a") as file:
