@@ -18,7 +18,7 @@ from bptjax.config import Config, TrainConfig
 from bptjax.cost.trace import read_events
 from bptjax.models.config import ModelConfig
 from bptjax.models.execution import ExecutionConfig
-from bptjax.ops.attention import attend, fa4, reference, scan, triton_flash
+from bptjax.ops.attention import attend, fa4, packed, reference, scan, triton_flash
 from bptjax.ops.attention.contract import QKV, AttentionSpec, AttentionState
 from bptjax.ops.choices import record_choices
 from bptjax.ops.mask import Mask
@@ -49,13 +49,43 @@ def both(x, dout, spec, sinks=None):
     return *state, *fa4.backward(x, state, dout, spec)
 
 
+def tree_ends(*trees):
+    """Ends of trees of (tokens of the prompt, tokens of each answer), and 7 tokens of padding."""
+    ends, at = [], 0
+    for prompt, *answers in trees:
+        stop = at + prompt + sum(answers)
+        ends += [stop] * prompt
+        for answer in answers:
+            at = len(ends) + answer
+            ends += [at] * answer
+        at = stop
+    return np.array([*ends, *[0] * 7], np.int32)
+
+
+# Pairs, one answer, three answers, documents without a prompt, one token each.
+PAIRS = np.stack(
+    [tree_ends((70, 30, 40), (20, 10, 9), (60, 10)), tree_ends((1, 1, 1), (90, 20, 66, 70))]
+)
+DEEPER = tree_ends((200, 20, 29))[None].repeat(B, 0)
+DEEPER[1, 225:230] = 230  # A branch of the second answer.
+ENDS = {
+    "pairs": (PAIRS, True),
+    "chains": (np.stack([tree_ends((100,), (149,)), tree_ends((249,))]), True),
+    "padding": (np.stack([tree_ends((249,)), np.zeros(T, np.int32)]), True),
+    "deeper": (DEEPER, False),
+    "many": (tree_ends(*[(1, 1, 1)] * 83)[None].repeat(B, 0), False),
+}
+
+
 class Fallback:
     """Writes over results as Triton's kernels do, with `scan`."""
 
     unsupported = scan.unsupported
 
     @staticmethod
-    def forward(x, spec, done):
+    def forward(x, spec, done=None):
+        if done is None:
+            return scan.forward(x, spec)
         real = (jnp.asarray(spec.mask.segments) != 0)[..., None]
         kept = jnp.where(real[..., None], done[1].out, 0), jnp.where(real, done[1].lse, -jnp.inf)
         return jax.tree.map(
@@ -63,17 +93,32 @@ class Fallback:
         )
 
     @staticmethod
-    def backward(x, state, dout, spec, done):
+    def backward(x, state, dout, spec, done=None):
+        if done is None:
+            return scan.backward(x, state, dout, spec)
         real = (jnp.asarray(spec.mask.segments) != 0)[..., None, None]
         kept = (jnp.where(real, y, 0) for y in done[1])
         other = scan.backward(x, state, dout, spec)
         return jax.tree.map(lambda a, b: jnp.where(done[0], a, b), QKV(*kept), other)
 
 
+def vjp(cfg, q, k, v, out, lse, d_out, _, aux, seqlens=None):
+    """The backward pass of fa4-jax's kernels, which take `out` and `lse` over all keys; that of its
+    reference makes its own."""
+    from fa4_jax._reference_backend import _fwd
+
+    (own, own_lse), pull = jax.vjp(_fwd(cfg, aux, seqlens), q, k, v)
+    share = jnp.where(own_lse == -jnp.inf, 0.0, jnp.exp(own_lse - lse))
+    own_delta, delta = ((y * d_out).sum(-1).swapaxes(-1, -2) for y in (own, out))
+    weights = share.swapaxes(-1, -2)[..., None]
+    return pull((weights * d_out, share * (own_delta - delta)))
+
+
 @pytest.fixture
 def anywhere(monkeypatch):
     """fa4-jax's reference in place of its kernels, and `scan` in place of Triton's."""
-    pytest.importorskip("fa4_jax")
+    backend = pytest.importorskip("fa4_jax._reference_backend").ReferenceBackend
+    monkeypatch.setattr(backend, "vjp", lambda self, *operands: vjp(*operands))
     monkeypatch.setattr(fa4, "BACKEND", "reference")
     monkeypatch.setattr(fa4, "FALLBACK", Fallback)
 
@@ -95,7 +140,7 @@ def refusal(mask, H=H, S=T, dtype="bfloat16", rows=B, **options):
 
 def test_refusals(as_on_gpu, monkeypatch):
     causal = Mask(causal=True)
-    for mask in (causal, Mask(window=9), Mask(segments=DOCUMENTS)):
+    for mask in (causal, Mask(window=9), Mask(segments=DOCUMENTS), Mask(causal=True, ends=PAIRS)):
         assert refusal(mask) is None
     assert refusal(Mask(), S=9) is None and refusal(causal, H=256) is None
     for reason, found in {
@@ -109,6 +154,7 @@ def test_refusals(as_on_gpu, monkeypatch):
         "no global tokens": refusal(Mask(window=9, global_tokens=np.ones(T, bool))),
         "no block masks": refusal(Mask(block_mask=np.eye(2, dtype=bool), block_size=T)),
         "positions from 0": refusal(Mask(causal=True, positions=np.arange(T) + 1)),
+        "along a branch": refusal(Mask(causal=True, window=9, ends=PAIRS)),
         "the same tokens": refusal(Mask(segments=DOCUMENTS, k_segments=DOCUMENTS)),
     }.items():
         assert reason in found
@@ -151,7 +197,7 @@ print(found)
 
 def test_documents():
     """Padding before, between and behind documents is in none, and empty documents fill up."""
-    fit, starts, lengths = fa4.documents(jnp.asarray(DOCUMENTS))
+    fit, starts, lengths = packed.documents(jnp.asarray(DOCUMENTS))
     assert fit and starts.tolist() == [0, 0, 100, 140, T + 3, *[2 * T] * 13]
     assert lengths.tolist() == [0, 100, 31, 60, 47, *[0] * 12]
 
@@ -160,9 +206,9 @@ def test_documents():
 def test_documents_that_do_not_fit():
     """Their number grows with the tokens."""
     short, long = (jnp.ones((2, size), jnp.int32) for size in (256, 16_384))
-    assert fa4.documents(short).lengths.shape == (17,)
-    assert fa4.documents(long).lengths.shape == (129,)
-    assert fa4.documents(jnp.ones((1, 2**17), jnp.int32)).lengths.shape == (257,)
+    assert packed.documents(short).lengths.shape == (17,)
+    assert packed.documents(long).lengths.shape == (129,)
+    assert packed.documents(jnp.ones((1, 2**17), jnp.int32)).lengths.shape == (257,)
     for segments, fit in (
         (ONE, True),
         (MANY, False),
@@ -172,7 +218,7 @@ def test_documents_that_do_not_fit():
         (np.zeros_like(ONE), True),
         *((1 + np.minimum(np.arange(512), n - 1)[None], n <= 16) for n in (16, 17)),
     ):
-        found = fa4.documents(jnp.asarray(segments, jnp.int32))
+        found = packed.documents(jnp.asarray(segments, jnp.int32))
         assert found.starts[0] == 0 and found.starts[-1] == np.size(segments)
         assert found.fit == fit and (found.lengths.sum() == (segments != 0).sum() * fit)
 
@@ -188,16 +234,11 @@ SEGMENTS = {
 }
 
 
-@pytest.mark.parametrize("window", [None, 20])
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("name", fast(SEGMENTS, ["some", "out of order"]))
-def test_documents_equal_oracle(name, causal, window, anywhere):
-    spec = AttentionSpec(Mask(causal, window, SEGMENTS[name]), 0.3, q_chunk=64, k_chunk=64)
+def equals_oracle(spec):
+    """Compares states and gradients with the oracle's."""
     shapes = (B, T, N, 8), (B, T, K, 8), (B, T, K, 8), (B, T, N, 8)
     *qkv, dout = (normal(i, *shape) for i, shape in enumerate(shapes))
     x = QKV(*qkv)
-    # The reference of fa4-jax makes its own lse, which padding has too.
-    dout = jnp.where((SEGMENTS[name] != 0)[..., None, None], dout, 0)
     got = jax.jit(partial(both, spec=spec))(x, dout)
     state = reference.forward(x, spec)
     true = *state, *reference.backward(x, state, dout, spec)
@@ -205,6 +246,33 @@ def test_documents_equal_oracle(name, causal, window, anywhere):
     assert (np.isneginf(got[1]) == ~seen).all()
     for a, b in zip(got, true, strict=True):
         assert error(jnp.where(jnp.isfinite(a), a, 0), jnp.where(jnp.isfinite(b), b, 0)) < 1e-5
+
+
+@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("name", fast(SEGMENTS, ["some", "out of order"]))
+def test_documents_equal_oracle(name, causal, window, anywhere):
+    mask = Mask(causal, window, SEGMENTS[name])
+    equals_oracle(AttentionSpec(mask, 0.3, q_chunk=64, k_chunk=64))
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_trees_equal_oracle(name, anywhere):
+    ends, fit = ENDS[name]
+    assert packed.trees(jnp.asarray(ends)).fit == fit
+    equals_oracle(AttentionSpec(Mask(causal=True, ends=ends), 0.3, q_chunk=64, k_chunk=64))
+
+
+def test_trees():
+    """The later answers of a tree are one document, which attends to their prompt."""
+    found = packed.trees(jnp.asarray(PAIRS))
+    chains, later, prompts = ([y[:9].tolist() for y in each[1:]] for each in found[1:4])
+    assert chains == [
+        [0, 0, 100, 140, 170, 179, T, T + 2, T + 3],
+        [0, 100, 40, 30, 9, 70, 2, 1, 110],
+    ]
+    assert later == [[0, 100, 170, T + 2, T + 113, *4 * [2 * T]], [0, 40, 9, 1, 136, *4 * [0]]]
+    assert prompts == [[0, 0, 140, T, T + 3, *4 * [2 * T]], [0, 70, 20, 1, 90, *4 * [0]]]
 
 
 def test_cases_equal_oracle(anywhere, as_on_gpu):
@@ -248,6 +316,11 @@ ON_GPU = {
     "documents, window": (Mask(causal=True, window=20, segments=DOCUMENTS), B, T, N, K, H),
     "many documents": (Mask(causal=True, segments=MANY), B, T, N, K, H),
     "out of order": (Mask(causal=True, segments=DOCUMENTS[:, ::-1]), B, T, N, K, H),
+    **{
+        f"trees, {name}": (Mask(causal=True, ends=ends), B, T, N, K, H)
+        for name, (ends, _) in ENDS.items()
+    },
+    "trees, 128": (Mask(causal=True, ends=PAIRS), B, T, N, 1, 128),
 }
 
 

@@ -1,30 +1,29 @@
 """FlashAttention-4 as a kernel, through the primitives of fa4-jax: causal or not, one- or two-sided
-windows, packed documents. O(T) memory; NVIDIA Hopper GPUs, float16 and bfloat16.
+windows, packed documents, trees of tokens. O(T) memory; NVIDIA Hopper GPUs, float16 and bfloat16.
 
 Zadouri et al. 2026, FlashAttention-4; https://github.com/nshepperd/fa4-jax.
 """
 
 import os
-from functools import cache
+from dataclasses import replace
+from functools import cache, partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float
 
 import bptjax.ops.attention.cudnn as cudnn
 import bptjax.ops.attention.library_kernels as library_kernels
 import bptjax.ops.attention.triton_flash as triton_flash
 from bptjax.ops.attention.contract import QKV, AttentionSpec, AttentionState
-from bptjax.ops.attention.library_kernels import document_starts
+from bptjax.ops.attention.packed import Documents, Trees, documents, trees
+from bptjax.ops.mask import Mask
+from bptjax.ops.softmax import merge_states
 from bptjax.ops.target import capability, is_absent, like, platform, stand_in
 
-# Bounds on the number of documents that the kernels are called for, and tokens per document between
-# the bounds. Each document costs empty blocks and up to 128 tokens of memory. With a thousand
-# documents, Triton is faster.
-DOCUMENTS, TOKENS_PER_DOCUMENT = (16, 256), 256
 # XLA fuses slices into these calls, which makes their gradients wrong.
 XLA_FLAG = "--xla_gpu_enable_dynamic_slice_fusion=false"
 # Runs batches whose documents are too many or not contiguous. The batch decides at run time, so the
@@ -33,6 +32,8 @@ XLA_FLAG = "--xla_gpu_enable_dynamic_slice_fusion=false"
 FALLBACK = triton_flash
 # fa4-jax's GPU implementation; "reference" runs on any device.
 BACKEND = "cute"
+# Documents of the queries, and those of the keys that each attends to.
+Packing = tuple[Documents, Documents]
 
 
 def unsupported(x: QKV, spec: AttentionSpec) -> str | None:
@@ -47,13 +48,15 @@ def unsupported(x: QKV, spec: AttentionSpec) -> str | None:
         return "runs on one device, and the mesh has more"
     if not is_absent() and (reason := _missing()):
         return reason
-    if reason := library_kernels.unsupported(x, spec, 256):
+    if reason := library_kernels.unsupported(x, spec, 256, trees=True):
         return reason
     if x.q.size >= 2**31:
         return "was not tested on 2³¹ elements"
     if mask.causal and x.q.shape[1] != x.k.shape[1]:
         return "has causal masks where T = S only"
-    if mask.segments is None:
+    if mask.ends is not None and mask.window is not None:
+        return "counts windows in the sequence, not along a branch"
+    if mask.segments is None and mask.ends is None:
         return None
     if H > 128:
         return f"was tested with documents at head sizes up to 128, not {H}"
@@ -109,59 +112,68 @@ class _NoServer:
 
 def forward(x: QKV, spec: AttentionSpec) -> AttentionState:
     """Uses FlashAttention-4's block sizes and ignores the chunks."""
-    if spec.mask.segments is None:
+    mask = spec.mask
+    if mask.ends is not None:
+        found = trees(jnp.asarray(mask.ends))
+        passes = partial(_forward_trees, found=found, spec=spec)
+        return jax.lax.cond(found.fit, passes, partial(FALLBACK.forward, spec=spec), x)
+    if mask.segments is None:
         return _forward(x, spec)
-    packing = documents(jnp.asarray(spec.mask.segments))
-    return FALLBACK.forward(x, spec, (packing.fit, _forward(x, spec, packing)))
+    packing = documents(jnp.asarray(mask.segments))
+    return FALLBACK.forward(x, spec, (packing.fit, _forward(x, spec, (packing, packing))))
 
 
 def backward(
     x: QKV, state: AttentionState, dout: Float[Array, "B T N H"], spec: AttentionSpec
 ) -> QKV:
     """Returns these keys' share of the gradients."""
-    if spec.mask.segments is None:
+    mask = spec.mask
+    if mask.ends is not None:
+        found = trees(jnp.asarray(mask.ends))
+        passes = partial(_backward_trees, found=found, spec=spec)
+        general = partial(FALLBACK.backward, spec=spec)
+        return jax.lax.cond(found.fit, passes, general, x, state, dout)
+    if mask.segments is None:
         return _backward(x, state, dout, spec)
-    packing = documents(jnp.asarray(spec.mask.segments))
-    results = _backward(x, state, dout, spec, packing)
+    packing = documents(jnp.asarray(mask.segments))
+    results = _backward(x, state, dout, spec, (packing, packing))
     return FALLBACK.backward(x, state, dout, spec, (packing.fit, results))
 
 
-class Documents(NamedTuple):
-    """Documents in the concatenated sequences.
-
-    Attributes:
-      fit: whether they are contiguous and fewer than M. If not, all lengths are 0.
-      starts: 0 for an empty document, starts of the documents, and the end of the tokens. Empty
-        documents at the end pad their number to M.
-      lengths: lengths of the documents in tokens.
-    """
-
-    fit: Bool[Array, ""]
-    starts: Int[Array, "M+1"]
-    lengths: Int[Array, "M"]
+def _passes(found: Trees, spec: AttentionSpec) -> tuple[tuple[AttentionSpec, Packing], ...]:
+    """Returns the calls for trees: attention along the chains, and from the later answers to their
+    prompts."""
+    chains, above = (replace(spec, mask=Mask(causal)) for causal in (True, False))
+    return (chains, (found.chains, found.chains)), (above, (found.later, found.prompts))
 
 
-def documents(segments: Int[Array, "B T"]) -> Documents:
-    """Finds the documents: runs of equal segment numbers other than padding."""
-    size, (least, most) = segments.size, DOCUMENTS
-    count = min(max(size // TOKENS_PER_DOCUMENT, least), most)
-    starts = document_starts(segments)
-    # A document is contiguous if its number exceeds all earlier ones, as in packed sequences.
-    before = jnp.pad(jax.lax.cummax(segments, 1), ((0, 0), (1, 0)))[:, :-1]
-    fit = (~starts | (segments > before)).all() & (starts.sum() <= count)
-    # For each token, the next token that begins a document or padding.
-    change = jnp.pad(segments[:, 1:] != segments[:, :-1], ((0, 0), (1, 0)), constant_values=True)
-    place = jnp.where(change.reshape(-1), jnp.arange(size, dtype=jnp.int32), size)
-    after = jnp.pad(jax.lax.cummin(place, reverse=True)[1:], (0, 1), constant_values=size)
-    first = jnp.nonzero(starts.reshape(-1), size=count + 1, fill_value=size)[0].astype(jnp.int32)
-    first = first.at[-1].set(size)
-    end = after.at[first[:-1]].get(mode="fill", fill_value=size)
-    lengths = jnp.where(fit, end - first[:-1], 0)
-    # fa4-jax needs a document that starts at 0, where there may be padding.
-    return Documents(fit, jnp.pad(first, (1, 0)), jnp.pad(lengths, (1, 0)))
+def _forward_trees(x: QKV, found: Trees, spec: AttentionSpec) -> AttentionState:
+    own, above = (_forward(x, *each) for each in _passes(found, spec))
+    states = (
+        AttentionState(
+            jnp.where(at[..., None, None], y.out, 0), jnp.where(at[..., None], y.lse, -jnp.inf)
+        )
+        for y, at in ((own, found.real), (above, found.in_later))
+    )
+    state = merge_states(*states)
+    return state._replace(out=state.out.astype(x.q.dtype))
 
 
-def _forward(x: QKV, spec: AttentionSpec, packing: Documents | None = None) -> AttentionState:
+def _backward_trees(
+    x: QKV, state: AttentionState, dout: Array, found: Trees, spec: AttentionSpec
+) -> QKV:
+    own, above = (_backward(x, state, dout, *each) for each in _passes(found, spec))
+    real = found.real[..., None, None]
+    written = found.in_later, found.in_prompts, found.in_prompts
+    return QKV(
+        *(
+            jnp.where(real, y + jnp.where(at[..., None, None], z, 0), 0)
+            for y, z, at in zip(own, above, written, strict=True)
+        )
+    )
+
+
+def _forward(x: QKV, spec: AttentionSpec, packing: Packing | None = None) -> AttentionState:
     (B, T, N, _), operands = x.q.shape, (*_flat(x, packing), *_operands(packing))
     if is_absent():
         shape = (B, N, T) if packing is None else (N, B * T)
@@ -179,7 +191,7 @@ def _backward(
     state: AttentionState,
     dout: Array,
     spec: AttentionSpec,
-    packing: Documents | None = None,
+    packing: Packing | None = None,
 ) -> QKV:
     if x.q.shape[-1] > 128 and cudnn.unsupported(x, spec) is None:
         # cuDNN is faster (scripts/results/attention_fa4_h200.json).
@@ -199,25 +211,27 @@ def _backward(
     return QKV(*(y.reshape(own.shape) for y, own in zip(gradients, x, strict=True)))
 
 
-def _workspace(x: QKV, packing: Documents | None) -> int:
+def _workspace(x: QKV, packing: Packing | None) -> int:
     """Returns the bytes of fa4-jax's arrays in the backward pass: float32 gradients of the queries,
     of keys and values too with fewer key heads, and two numbers per query and head. fa4-jax pads
     heads to multiples of 32, and documents to blocks of up to 128 tokens."""
     (B, T, N, H), (_, S, K, _) = x.q.shape, x.k.shape
     H = -(-H // 32) * 32
-    more = 0 if packing is None else 128 * packing.lengths.size
+    more = 0 if packing is None else 128 * packing[0].lengths.size
     of_keys = 2 * (B * S + more) * K * H if K < N else 0
     return 4 * ((B * T + more) * N * (H + 2) + of_keys)
 
 
-def _flat(arrays: Any, packing: Documents | None) -> list[Array]:
+def _flat(arrays: Any, packing: Packing | None) -> list[Array]:
     """Returns the arrays `[B, T, ...]`; with documents, reshaped to `[B · T, ...]`."""
     return [y if packing is None else y.reshape(-1, *y.shape[2:]) for y in arrays]
 
 
-def _operands(packing: Documents | None) -> tuple[Array, ...]:
+def _operands(packing: Packing | None) -> tuple[Array, ...]:
     """Returns starts and lengths of documents, for queries and keys; empty without documents."""
-    return () if packing is None else (*[packing.starts] * 2, *[packing.lengths] * 2)
+    if packing is None:
+        return ()
+    return *(each.starts for each in packing), *(each.lengths for each in packing)
 
 
 def _config(spec: AttentionSpec, varlen: bool) -> Any:

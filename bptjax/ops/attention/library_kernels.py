@@ -11,11 +11,12 @@ from bptjax.ops.attention.contract import QKV, AttentionSpec, AttentionState
 from bptjax.ops.mask import counts_from_zero
 
 
-def unsupported(x: QKV, spec: AttentionSpec, largest: int) -> str | None:
+def unsupported(x: QKV, spec: AttentionSpec, largest: int, *, trees: bool = False) -> str | None:
     """Returns why neither kernel can honor these arguments, or None if they can.
 
     Args:
       largest: the largest supported head size.
+      trees: whether the kernel reads trees of tokens.
     """
     mask, (_, T, _, H), S = spec.mask, x.q.shape, x.k.shape[1]
     if jnp.dtype(x.q.dtype) not in (jnp.float16, jnp.bfloat16):
@@ -29,12 +30,14 @@ def unsupported(x: QKV, spec: AttentionSpec, largest: int) -> str | None:
         return "has no dropout that drops the same weights as the other kernels"
     if mask.global_tokens is not None or mask.block_mask is not None:
         return "has no global tokens and no block masks"
-    if mask.ends is not None:
+    if mask.ends is not None and not trees:
         return "has no trees"
     if mask.window and T != S:
         return "has windows where T = S only"
     if (mask.causal or mask.window) and not counts_from_zero(mask.positions, mask.k_positions):
         return "counts positions from 0"
+    if mask.ends is not None and T != S:
+        return "takes trees only where queries and keys are the same tokens"
     if mask.segments is not None and (T != S or mask.k_segments is not None):
         return "takes documents only where queries and keys are the same tokens"
     return None
