@@ -34,6 +34,7 @@ from bptjax.run.checkpoint_files import (
 from bptjax.run.json_files import read_json
 from bptjax.run.local_checkpoints import OWNER, Copies, Processes
 from bptjax.run.output import explain_full_disk, write_atomically
+from bptjax.run.pinned_memory import reserve
 
 log = logging.getLogger("bptjax")
 
@@ -191,12 +192,18 @@ class Checkpoints:
         self._step, self._best = -1, _Step()
         self._record: dict[str, Any] | None = None
         self._failed, self._closed, self._watched = failed, threading.Event(), False
+        self._reserved: threading.Thread | None = None
         # Orbax logs to stderr through absl. The first failure of a save is raised as an exception;
         # asyncio would log the failures of the remaining tasks, which nobody awaits any more.
         logging.getLogger("absl").setLevel(logging.ERROR)
         logging.getLogger("absl").addFilter(self._report if failed else _is_critical)
         logging.getLogger("asyncio").addFilter(_not_of_orbax)
         warnings.filterwarnings("ignore", "coroutine 'async_serialize.* was never awaited")
+
+    def prepare(self, state: Any) -> None:
+        """Prepares to save states like this one; returns while a thread allocates host memory."""
+        if jax.default_backend() == "gpu" and not self._reserved:
+            self._reserved = reserve(jax.tree.leaves(state))
 
     def save(self, step: int, state: Any, extra: dict, best: Best | None = None) -> None:
         """Copies `state` from the devices and returns while threads write the copy.
@@ -222,6 +229,8 @@ class Checkpoints:
         leaves = _leaves(state)
         meta = {"extra": extra, "leaves": {name: _kind(leaf) for name, leaf in leaves.items()}}
         items = {"state": ocp.args.StandardSave(leaves), "meta": ocp.args.JsonSave(meta)}
+        if self._reserved:
+            self._reserved.join()
         with self._saving():
             self._manager = self._manager or self._open(restored)
             self._manager.save(step, args=ocp.args.Composite(**items), force=True)

@@ -1,0 +1,59 @@
+"""Pinned memory is reserved before the first save, as much as the save copies."""
+
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from bptjax.run.checkpoint import Checkpoints
+from bptjax.run.pinned_memory import PINNED, reserve, shards_to_copy
+
+
+def test_each_shard_once():
+    """Of replicas one, and none of what is in host memory."""
+    mesh = jax.make_mesh((2, 4), ("a", "b"))
+
+    def array(spec, **options):
+        return jax.device_put(np.ones((8, 4), np.float32), NamedSharding(mesh, spec, **options))
+
+    arrays = array(PartitionSpec("b")), array(PartitionSpec()), array(PartitionSpec("a", "b"))
+    host = array(PartitionSpec(), memory_kind=PINNED)
+    shapes = [shape for shape, _, _ in shards_to_copy([*arrays, host])]
+    assert shapes == [*4 * [(2, 4)], (8, 4), *8 * [(4, 1)]]
+    thread = reserve(arrays)
+    for x in arrays:
+        x.delete()
+    thread.join(60)
+    assert not thread.is_alive()
+
+
+@pytest.mark.gpu
+def test_the_first_save_is_as_fast_as_the_next(tmp_path):
+    """And later steps, which overwrite the memory of states on the host, do not change it."""
+    host = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind=PINNED)
+    state = {f"{i}": jnp.full((256, 2**20), i, jnp.float32) for i in range(8)}  # 8 GiB.
+    state["host"] = jax.device_put(jnp.zeros((64, 2**20)), host)
+    step = jax.jit(
+        lambda state: jax.tree.map(lambda x: x + 1, state),
+        donate_argnums=0,
+        out_shardings=jax.tree.map(lambda x: x.sharding, state),
+    )
+    checkpoints, seconds = Checkpoints(tmp_path, save_total_limit=2), []
+    checkpoints.prepare(state)
+    time.sleep(20)
+    for number in (1, 2):
+        state = jax.block_until_ready(step(state))
+        start = time.perf_counter()
+        checkpoints.save(number, state, {})
+        seconds.append(time.perf_counter() - start)
+    state = step(step(state))
+    checkpoints.wait()
+    _, saved, _ = checkpoints.restore(jax.tree.map(lambda x: x, state), 2)
+    for name, x in saved.items():
+        assert (x == (2 if name == "host" else int(name) + 2)).all(), name
+    checkpoints.close()
+    print(seconds)
+    assert seconds[0] < 2 + seconds[1]
