@@ -3,12 +3,13 @@
     python scripts/extension.py --model DIR --train train.jsonl --held_out held_out.jsonl \\
         --out rows.jsonl --runs RUNS [--variants before theta yarn ...] \\
         [--measures perplexity ...] [--samples 100] [--length 65536] \\
-        [--config configs/smollm2_64k.yaml] [--train.max_steps=100 ...]
+        [--config configs/smollm2_64k.yaml] [--chats DIR] [--train.max_steps=100 ...]
 
 Each variant is a run of the config with other keys; `before` is the model itself. Writes a line of
 JSON for each row of `bptjax evaluate`, and one about each training, as soon as it is there; started
 again with the same --out, it leaves out what is there, and continues a run. `scripts/
-linux_documents.py` makes the documents. Further options are keys of all runs.
+linux_documents.py` makes the documents, `scripts/model_chats.py` the directory of chats, which
+the variants and the measure of chats need. Further options are keys of all runs.
 """
 
 import argparse
@@ -25,7 +26,7 @@ from bptjax.run.versions import versions
 from bptjax.run.yaml_files import read_yaml
 
 ROOT = Path(__file__).parents[1]
-BEFORE = "before"
+BEFORE, CHATS = "before", "chats"
 NO_EXTENSION = ["--model.extend_to=null", "--model.max_position_embeddings={length}"]
 
 
@@ -37,8 +38,15 @@ def scaled(kind: str) -> list[str]:
     return NO_EXTENSION + [f"--model.rope_parameters.{key}={x}" for key, x in scaling.items()]
 
 
+def mixed(share: float) -> list[str]:
+    """Returns the keys of a mixture with a share of chats among the tokens."""
+    documents = f'{{{{"path": "{{train}}", "weight": {1 - share}}}}}'
+    chats = f'{{{{"path": "{{chats}}", "weight": {share}}}}}'
+    return ["--data.path=null", f"--data.sources=[{documents}, {chats}]"]
+
+
 # Keys of each variant, with {length} for train.seq_len, {trained} for the model's own positions and
-# {factor} for their ratio.
+# {factor} for their ratio; {train} and {chats} are files.
 VARIANTS: dict[str, list[str]] = {
     "theta": [],
     "theta_seed_1": ["--seed=1", "--data.seed=1"],
@@ -55,6 +63,13 @@ VARIANTS: dict[str, list[str]] = {
     "concat": ["--data.packing=concat"],
     "lora": ["--adapter.type=lora", "--adapter.r=64", "--adapter.target_modules=all-linear"],
 }
+# Variants that differ from `fewer_steps` in their own keys only.
+MIXTURES = {"chats_10": mixed(0.1), "chats_25": mixed(0.25)}
+FEWER = "larger_theta", "yarn", "linear", "low_rate", "concat", "lora"
+VARIANTS |= {
+    name: [*VARIANTS["fewer_steps"], *own]
+    for name, own in (MIXTURES | {f"{name}_50": VARIANTS[name] for name in FEWER}).items()
+}
 
 
 def lengths(longest: int, shortest: int) -> list[str]:
@@ -62,9 +77,11 @@ def lengths(longest: int, shortest: int) -> list[str]:
     return [str(2**n) for n in range(shortest.bit_length() - 1, longest.bit_length())]
 
 
-def measures(length: int, trained: int, samples: int, held_out: str) -> dict[str, list[str]]:
+def measures(
+    length: int, trained: int, samples: int, held_out: str, chats: str
+) -> dict[str, list[str]]:
     """Returns the flags of `bptjax evaluate` of each measure, in up to `length` tokens. `trained`
-    is the number of the model's own positions."""
+    is the number of the model's own positions, `chats` the file of held-out chats."""
     counts = [f"--samples={samples}"]
     hard = ["niah_multikey", "variable_tracking", "common_words"]
     data = [f"--data={held_out}"]
@@ -73,6 +90,8 @@ def measures(length: int, trained: int, samples: int, held_out: str) -> dict[str
         "passkey": ["--tasks", "passkey", "--lengths", *lengths(length, trained // 2), *counts],
         "tasks": ["--tasks", *hard, "--lengths", *lengths(length, trained), *counts],
         "short": ["--tasks", "niah_single", *hard, "--lengths", str(trained // 4), *counts],
+        # All models in one dtype and one length, which is longer than the chats.
+        CHATS: [f"--data={chats}", f"--seq_len={trained // 4}", "--dtype=bfloat16"],
     }
 
 
@@ -88,6 +107,7 @@ def train(command: list[str], run: Path) -> dict[str, Any]:
     return dict(
         seconds=round(time.perf_counter() - start, 1),
         held_out=held_out,
+        steps=steps[-1]["step"],
         tokens=steps[-1]["train/tokens_seen"],
         tokens_per_second=round(steps[-1]["throughput/tokens_per_second"]),
         versions=versions(),
@@ -114,12 +134,17 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--config", type=Path, default=ROOT / "configs" / "smollm2_64k.yaml")
     names = [BEFORE, *VARIANTS]
     parser.add_argument("--variants", nargs="+", default=[BEFORE, "theta"], choices=names)
-    kinds = list(measures(1, 1, 1, ""))
-    parser.add_argument("--measures", nargs="+", default=kinds, choices=kinds)
+    kinds = list(measures(1, 1, 1, "", ""))
+    parser.add_argument("--measures", nargs="+", choices=kinds, help="if not set, all with data")
+    parser.add_argument("--chats", type=Path, help="directory of scripts/model_chats.py")
     parser.add_argument("--samples", type=int, default=100)
     parser.add_argument("--length", type=int, help="if not set, train.seq_len of the config")
     parser.add_argument("--device", default="auto")
     args, keys = parser.parse_known_args(argv)
+    if args.chats is None and any(CHATS in name for name in args.variants + (args.measures or [])):
+        parser.error(f"--variants and --measures: {CHATS} require --chats DIR")
+    asked = args.measures or [name for name in kinds if name != CHATS or args.chats]
+    chats, held_out_chats = (f"{args.chats}/{name}.jsonl" for name in ("chats", "held_out_chats"))
     length = args.length or read_yaml(args.config)["train"]["seq_len"]
     trained = json.loads((args.model / "config.json").read_text())["max_position_embeddings"]
     known = set()
@@ -128,19 +153,20 @@ def main(argv: list[str] | None = None) -> None:
         known = {(row["variant"], row["length_trained"], row["measure"]) for row in rows}
 
     def write(variant: str, measure: str, found: list[dict[str, Any]]) -> None:
-        # A path of this machine.
-        found = [{name: x for name, x in row.items() if name != "model"} for row in found]
+        # Paths of this machine.
+        found = [
+            {name: x for name, x in row.items() if name not in ("model", "data")} for row in found
+        ]
         about = dict(variant=variant, trained=trained, length_trained=length, measure=measure)
         with args.out.open("a") as file:
             file.write("".join(json.dumps(about | row) + "\n" for row in found))
 
+    values = dict(length=length, trained=trained, factor=length / trained)
+    values |= dict(train=args.train, chats=chats)
     for variant in args.variants:
         model, run = str(args.model), args.runs / f"{variant}_{length}"
         if variant != BEFORE:
-            own = [
-                key.format(length=length, trained=trained, factor=length / trained)
-                for key in VARIANTS[variant]
-            ]
+            own = [key.format(**values) for key in VARIANTS[variant]]
             command = [f"--config={args.config}", f"--model.name_or_path={model}"]
             command += [f"--data.path={args.train}", f"--train.seq_len={length}"]
             command += [f"--device={args.device}", f"--model.extend_to={length}", *keys, *own]
@@ -149,8 +175,9 @@ def main(argv: list[str] | None = None) -> None:
             if (variant, length, "train") not in known:
                 write(variant, "train", [train(command, run)])
             model = str(run)
-        for measure, flags in measures(length, trained, args.samples, args.held_out).items():
-            if measure in args.measures and (variant, length, measure) not in known:
+        of = length, trained, args.samples, args.held_out, held_out_chats
+        for measure, flags in measures(*of).items():
+            if measure in asked and (variant, length, measure) not in known:
                 out = args.runs / f"{variant}_{length}_{measure}"
                 flags = [*flags, f"--device={args.device}"]
                 write(variant, measure, list(evaluate(model, flags, out)))

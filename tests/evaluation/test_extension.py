@@ -9,6 +9,8 @@ import extension
 import jax
 import pytest
 
+from bptjax.config_parser import parse
+
 CONFIGS = Path(__file__).parents[2] / "configs"
 
 
@@ -49,3 +51,32 @@ def test_a_tiny_model_is_extended(tmp_path, monkeypatch):
     assert before[-1]["perplexity"] > 1.1 * before[-1]["short_perplexity"]
     assert after[-1]["perplexity"] < 1.05 * after[-1]["short_perplexity"]
     assert after[-1]["perplexity"] < before[-1]["perplexity"] / 1.1
+
+
+def test_variants_have_the_keys_of_their_names(tmp_path, monkeypatch):
+    (tmp_path / "config.json").write_text('{"max_position_embeddings": 8192}')
+    commands, flags = {}, []
+    monkeypatch.setattr(
+        extension, "train", lambda command, run: commands.update({run.name: command}) or {}
+    )
+    monkeypatch.setattr(extension, "evaluate", lambda model, some, out: flags.append(some) or [])
+    command = [f"--model={tmp_path}", "--train=t.jsonl", "--held_out=h.jsonl", "--measures=chats"]
+    command += [f"--out={tmp_path / 'rows.jsonl'}", f"--runs={tmp_path}"]
+    command += [f"--config={CONFIGS / 'smollm2_128k.yaml'}", "--variants", *extension.VARIANTS]
+    with pytest.raises(SystemExit):
+        extension.main(command)
+    extension.main([*command, f"--chats={tmp_path}"])
+    assert {flag for each in flags for flag in each if "held_out_chats.jsonl" in flag}
+    configs = {name.removesuffix("_131072"): parse(each) for name, each in commands.items()}
+    assert configs.keys() == extension.VARIANTS.keys()
+    for name, config in configs.items():
+        assert (config.train.max_steps == 50) == (
+            name.endswith("_50") or name.startswith("chats") or name == "fewer_steps"
+        )
+        assert bool(config.data.path) != bool(config.data.sources)
+    assert [(x.path, x.weight) for x in configs["chats_25"].data.sources] == [
+        ("t.jsonl", 0.75),
+        (f"{tmp_path}/chats.jsonl", 0.25),
+    ]
+    assert configs["yarn_50"].model.rope_parameters["factor"] == 16
+    assert configs["yarn_50"].model.max_position_embeddings == 131072

@@ -1,0 +1,62 @@
+"""scripts/model_chats.py: chats of a random model, without answers that do not end."""
+
+import json
+import random
+
+import model_chats
+import pytest
+from chats import CHATML, raw_tokenizer
+from weights.hf.cases import config
+from weights.hf.loading import random_base
+
+
+def test_prompts_about_topics_differ():
+    found = model_chats.about_topics(1000, random.Random(0))
+    assert len({*found}) == len(found) == 1000
+    assert not any("{" in prompt for prompt in found)
+    with pytest.raises(ValueError, match="2700 prompts about topics: must be at most"):
+        model_chats.about_topics(3000, random.Random(0))
+
+
+def test_chats_end_and_differ(tmp_path, monkeypatch):
+    """The last batch is not full. A random model ends about half of its answers."""
+    raw = config("llama")
+    raw.vocab_size = 288
+    random_base(tmp_path / "base", raw)
+    raw_tokenizer("bytes", CHATML).save_pretrained(tmp_path / "base")
+    for name in ("train", "held_out"):
+        lines = "".join(f"#define {name.upper()}_{i} {i}\n" for i in range(100))
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(dict(text=lines)) + "\n")
+    monkeypatch.setattr(model_chats, "LENGTHS", (50, 100))
+    asked = []
+    answers = model_chats.answers
+
+    def noted(model, tokenizer, prompts, **how):
+        found = list(answers(model, tokenizer, prompts, **how))
+        asked.append(dict(zip(prompts, found, strict=True)))
+        return found
+
+    monkeypatch.setattr(model_chats, "answers", noted)
+
+    def make(seed):
+        flags = [f"--{name}={tmp_path / name}.jsonl" for name in ("train", "held_out")]
+        flags += [f"--model={tmp_path / 'base'}", f"--out={tmp_path}", f"--seed={seed}"]
+        flags += ["--prompts=22", "--held_out_prompts=10", "--batch=16", "--new_tokens=200"]
+        model_chats.main([*flags, "--device=cpu"])
+        files = [tmp_path / f"{name}.jsonl" for name in ("chats", "held_out_chats")]
+        return [
+            [json.loads(line)["messages"] for line in f.read_text().splitlines()] for f in files
+        ]
+
+    first = make(0)
+    train, held_out = asked
+    assert len(train) == 22 and len(held_out) == 10 and not train.keys() & held_out.keys()
+    assert sum("TRAIN_" in prompt for prompt in train) == 11
+    assert sum("HELD_OUT_" in prompt for prompt in held_out) == 5
+    for chats, answered in zip(first, asked, strict=True):
+        assert 0 < len(chats) < len(answered)
+        for user, assistant in chats:
+            assert (user["role"], assistant["role"]) == ("user", "assistant")
+            assert answered[user["content"]] == assistant["content"]
+            assert "<|im_end|>" not in assistant["content"]
+    assert make(0) == first != make(1)
