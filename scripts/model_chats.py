@@ -4,8 +4,8 @@
         --out OUT [--prompts 1800] [--held_out_prompts 400]
 
 Half of the prompts are about excerpts of the documents, half are about everyday topics. Answers are
-sampled at temperature 1, so that the loss of the held-out chats is least for the model itself, and
-exceeds this loss by the KL divergence (nats per token) for a model that answers differently.
+sampled at temperature 1 by default: then the loss on held-out chats is least for the model itself,
+and another model exceeds it by about the KL divergence of its answers, in nats per token.
 Answers that do not end within --new_tokens are left out. Writes OUT/chats.jsonl and
 OUT/held_out_chats.jsonl, with different prompts and documents, for `data.path` and for `bptjax
 evaluate --data`.
@@ -26,6 +26,7 @@ from document_pairs import DEFINE
 import bptjax
 from bptjax.data.templates import chat_prompt, opening
 from bptjax.models.generation import generate
+from bptjax.models.sampling import Sampling
 
 # Lengths of excerpts, in characters.
 LENGTHS = 200, 400, 800
@@ -90,15 +91,15 @@ def about_topics(count: int, rng: random.Random) -> list[str]:
 
 
 def answers(
-    model: Any, tokenizer: Any, prompts: list[str], *, batch: int, new_tokens: int, seed: int
+    model: Any, tokenizer: Any, prompts: list[str], *, batch: int, seed: int, **options: Any
 ) -> Iterator[str | None]:
-    """Yields an answer to each prompt, None where it does not end within `new_tokens`."""
+    """Yields an answer to each prompt, None where the answer does not end. `options` go to
+    `generate`."""
     ids = [chat_prompt(opening(prompt), tokenizer) for prompt in prompts]
     for first in range(0, len(ids), batch):
         # The last batch has the size of the others, and short chunks pad all to few lengths.
         some = [ids[i % len(ids)] for i in range(first, first + batch)]
-        how = dict(new_tokens=new_tokens, stop=tokenizer.stop_ids, seed=seed + first)
-        how |= dict(prefill_chunk=128, dtype=model.head_matrix.dtype)
+        how = options | dict(stop=tokenizer.stop_ids, seed=seed + first, prefill_chunk=128)
         tokens = np.stack(list(generate(model, some, **how)), axis=1)
         for row in tokens[: len(ids) - first]:
             ends = np.flatnonzero(np.isin(row, tokenizer.stop_ids))
@@ -114,6 +115,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--prompts", type=int, default=1800)
     parser.add_argument("--held_out_prompts", type=int, default=400)
     parser.add_argument("--new_tokens", type=int, default=256, help="of the longest answer")
+    parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--batch", type=int, default=128, help="prompts answered at a time")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--seed", type=int, default=0)
@@ -130,7 +132,8 @@ def main(argv: list[str] | None = None) -> None:
         prompts += [next(topics) for _ in range(count - count // 2)]
         rng.shuffle(prompts)
         start, seed, ended = time.perf_counter(), rng.randrange(2**31), 0
-        how = dict(batch=args.batch, new_tokens=args.new_tokens, seed=seed)
+        how: dict[str, Any] = dict(batch=args.batch, seed=seed, new_tokens=args.new_tokens)
+        how |= dict(dtype=model.head_matrix.dtype, sampling=Sampling(args.temperature))
         with (args.out / f"{name}.jsonl").open("w") as file:
             for prompt, answer in zip(
                 prompts, answers(model, tokenizer, prompts, **how), strict=True
