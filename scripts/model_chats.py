@@ -99,7 +99,9 @@ def answers(
     for first in range(0, len(ids), batch):
         # The last batch has the size of the others, and short chunks pad all to few lengths.
         some = [ids[i % len(ids)] for i in range(first, first + batch)]
-        how = options | dict(stop=tokenizer.stop_ids, seed=seed + first, prefill_chunk=128)
+        how: dict[str, Any] = options | dict(
+            stop=tokenizer.stop_ids, seed=seed + first, prefill_chunk=128
+        )
         tokens = np.stack(list(generate(model, some, **how)), axis=1)
         for row in tokens[: len(ids) - first]:
             ends = np.flatnonzero(np.isin(row, tokenizer.stop_ids))
