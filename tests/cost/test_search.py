@@ -64,12 +64,20 @@ class Memory:
 @pytest.mark.parametrize(
     "options",
     [
-        {},
-        dict(seq_len=2_000, execution=ExecutionConfig(offload=0.0)),
-        dict(seq_len=65_536, parallel=ParallelConfig(fsdp=1, sp=4)),
-        dict(model=replace(MODEL, gated=False, residual="parallel", num_kv_heads=None)),
+        pytest.param({}, marks=pytest.mark.thorough, id="16k"),
+        pytest.param(
+            dict(seq_len=2_000, execution=ExecutionConfig(offload=0.0)), id="no offload"
+        ),
+        pytest.param(
+            dict(seq_len=65_536, parallel=ParallelConfig(fsdp=1, sp=4)),
+            marks=pytest.mark.thorough,
+            id="sp=4",
+        ),
+        pytest.param(
+            dict(model=replace(MODEL, gated=False, residual="parallel", num_kv_heads=None)),
+            id="parallel residual",
+        ),
     ],
-    ids=["16k", "no offload", "sp=4", "parallel residual"],
 )
 def test_the_choice_is_close_to_an_exhaustive_search(options, scale):
     spec = make_spec(**options)

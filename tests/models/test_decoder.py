@@ -166,8 +166,8 @@ POLICIES = [
 @pytest.mark.parametrize(
     "name, policies",
     [
-        ("dropout", POLICIES[1::2]),
-        pytest.param("dropout", POLICIES[::2], marks=pytest.mark.thorough),
+        ("dropout", POLICIES[3:]),
+        pytest.param("dropout", POLICIES[:3], marks=pytest.mark.thorough),
         pytest.param(LATEST[0], POLICIES[1::2], marks=pytest.mark.thorough),
         pytest.param(LATEST[1], POLICIES[::2], marks=pytest.mark.thorough),
     ],
@@ -308,7 +308,7 @@ def test_later_tokens_and_other_documents_do_not_reach_a_token(model, tokens):
 def test_dropout_needs_a_key_and_follows_it(tokens):
     model = Decoder(MODELS["dropout"], jax.random.key(0))
     run = jax.jit(lambda key: model(tokens, dropout_key=key, execution=SMALL)[0])
-    quiet, _ = model(tokens, execution=SMALL)
+    quiet = run(None)
     a, b, again = run(jax.random.key(1)), run(jax.random.key(2)), run(jax.random.key(1))
     assert jnp.array_equal(a, again)
     assert not jnp.allclose(a, b) and not jnp.allclose(a, quiet)
@@ -323,18 +323,19 @@ def test_more_tokens_than_learned_positions_are_refused():
 def test_positions_of_padding_may_lie_beyond_the_learned_ones():
     model = Decoder(replace(MODELS["learned"], max_position_embeddings=4), jax.random.key(0))
     tokens, segments = jnp.zeros((1, 8), jnp.int32), jnp.array([[1, 1, 1, 1, 0, 0, 0, 0]])
-    inside, beyond = (
-        model(tokens, positions=jnp.minimum(jnp.arange(8), last)[None], segments=segments)[0]
-        for last in (3, 7)
-    )
+    run = jax.jit(lambda positions: model(tokens, positions=positions, segments=segments)[0])
+    inside, beyond = (run(jnp.minimum(jnp.arange(8), last)[None]) for last in (3, 7))
     assert jnp.array_equal(inside[:, :4], beyond[:, :4]) and jnp.isfinite(beyond).all()
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_precision_is_near(tokens, dtype):
     model = Decoder(ROTARY, jax.random.key(0))
-    wanted, _ = model(tokens, execution=SMALL)
-    got, _ = model(tokens, execution=SMALL, dtype=jnp.dtype(dtype))
+    wanted, got = jax.jit(
+        lambda model: [
+            model(tokens, execution=SMALL, dtype=jnp.dtype(each))[0] for each in ("float32", dtype)
+        ]
+    )(model)
     assert got.dtype == dtype
     got = got.astype(jnp.float32)
     assert float(jnp.linalg.norm(got - wanted) / jnp.linalg.norm(wanted)) < 2e-2

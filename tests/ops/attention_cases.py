@@ -207,6 +207,31 @@ CASES = {
     "one token": Case(T=1),
 }
 
+# The grid of features, each at least once.
+FEATURES = (
+    "mqa",
+    "wide heads",
+    "window both ways",
+    "window, 3 heads of a key",
+    "one query",
+    "segments",
+    "all padding",
+    "alibi, 6 heads",
+    "everything",
+    "dropout",
+    "cache, other rows",
+    "zigzag, keys of others",
+    "block mask",
+    "block mask both ways",
+    "zigzag, sparse",
+    "cross, segments",
+    "tree, everything",
+    "tree, zigzag",
+    "shard sees nothing",
+    "sinks, documents",
+    "sinks, window",
+)
+
 
 def refuses(impl, case, operands):
     """Whether the kernel cannot honor the case, in which case it raises."""

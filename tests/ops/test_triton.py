@@ -19,37 +19,10 @@ from bptjax.ops.attention import attend, reference, triton_flash, visits
 from bptjax.ops.attention.contract import QKV, AttentionSpec
 from bptjax.ops.mask import Mask
 from bptjax.ops.position import alibi_slopes
-from ops.attention_cases import CASES, oracle
-from ops.comparing import TOLERANCE, error
+from ops.attention_cases import CASES, FEATURES, oracle
+from ops.comparing import TOLERANCE, error, quick
 
 TESTS = Path(__file__).parents[1]
-# The grid of features, each at least once; a GPU runs all cases.
-INTERPRETED = (
-    "mqa",
-    "wide heads",
-    "window both ways",
-    "window, 3 heads of a key",
-    "one query",
-    "segments",
-    "all padding",
-    "alibi, 6 heads",
-    "everything",
-    "dropout",
-    "cache, other rows",
-    "zigzag, keys of others",
-    "block mask",
-    "block mask both ways",
-    "zigzag, sparse",
-    "cross, segments",
-    "tree, everything",
-    "tree, zigzag",
-    "shard sees nothing",
-    "sinks, documents",
-    "sinks, window",
-    "experts",
-    "over",
-    "delta rule",
-)
 
 
 @pytest.mark.parametrize(
@@ -79,6 +52,7 @@ def test_versions_of_jax_triton(installed, reason, monkeypatch):
         grouped_triton.available()
 
 
+INTERPRETED = *FEATURES, "experts", "over", "delta rule"
 SOME = ["everything", "sinks, window", "experts"]
 
 
@@ -122,7 +96,7 @@ def test_visits_hold_every_allowed_pair_and_full_tiles_no_other(name, by_key_blo
     T, S = case.T, case.S or case.T
     mask = case.mask.resolve(T, S)
     fields = jax.tree.map(jnp.asarray, (mask.of_queries, mask.of_keys))
-    seen = mask.allowed(*fields)
+    seen = quick(mask.allowed)(*fields)
     seen = np.ones((1, T, S), bool) if seen is None else np.asarray(seen)
     bq, bk = 2, 4
     own, other = (bk, bq) if by_key_block else (bq, bk)
@@ -216,7 +190,7 @@ def test_lists_hold_no_empty_tile(mask, by_key_block):
     T, bq, bk = 256, 4, 8
     full = mask.resolve(T, T)
     fields = jax.tree.map(jnp.asarray, (full.of_queries, full.of_keys))
-    seen = np.asarray(full.allowed(*fields))[0].reshape(T // bq, bq, T // bk, bk)
+    seen = np.asarray(quick(full.allowed)(*fields))[0].reshape(T // bq, bq, T // bk, bk)
 
     def lists(mask):
         return visits.block_lists(mask.resolve(T, T), T, T, bq, bk, by_key_block=by_key_block)

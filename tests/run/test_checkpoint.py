@@ -425,12 +425,13 @@ print("closed", flush=True)
 """
 
 
-def test_kill_at_any_moment_resumes(tmp_path):
+@pytest.mark.parametrize("kills", fast([1, 3], [1]))
+def test_kill_at_any_moment_resumes(tmp_path, kills):
     rng = random.Random(0)
     environment = os.environ | {"XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-W", "error", "-c", CHILD, str(tmp_path)]
     last = 0
-    for _ in range(3):
+    for _ in range(kills):
         child = subprocess.Popen(
             [*command, "1000000"], stdout=subprocess.PIPE, text=True, env=environment
         )

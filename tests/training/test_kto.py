@@ -101,6 +101,7 @@ def test_equals_separate_rows(shared):
     np.testing.assert_allclose(means["rewards/margins"], margin, rtol=1e-5)
 
 
+@pytest.mark.thorough
 def test_the_first_loss_is_a_half():
     spec = lora_spec(kind="kto")
     (batch,) = batches(spec, UNPAIRED, "concat", 16)
