@@ -65,9 +65,7 @@ class Memory:
     "options",
     [
         pytest.param({}, marks=pytest.mark.thorough, id="16k"),
-        pytest.param(
-            dict(seq_len=2_000, execution=ExecutionConfig(offload=0.0)), id="no offload"
-        ),
+        pytest.param(dict(seq_len=2_000, execution=ExecutionConfig(offload=0.0)), id="no offload"),
         pytest.param(
             dict(seq_len=65_536, parallel=ParallelConfig(fsdp=1, sp=4)),
             marks=pytest.mark.thorough,

@@ -84,12 +84,12 @@ def run(model, prompts, **options):
     return np.stack(list(generate(model, prompts, **how)), 1)
 
 
-def test_chunks_and_other_prompts_change_nothing(model):
+@pytest.mark.parametrize("chunk", fast([1, 4, 100], [4]))
+def test_chunks_and_other_prompts_change_nothing(model, chunk):
     rng = np.random.default_rng(0)
     prompts = [rng.integers(0, 61, n) for n in (1, 19)]
     wanted = np.concatenate([run(model, [prompt]) for prompt in prompts])
-    for chunk in (1, 4, 100):
-        assert np.array_equal(run(model, prompts, prefill_chunk=chunk), wanted)
+    assert np.array_equal(run(model, prompts, prefill_chunk=chunk), wanted)
 
 
 @functools.cache
@@ -290,6 +290,7 @@ def test_gpus_take_the_dtype_that_a_run_computes_in(run_directory, tmp_path):
         assert loading._default_dtype(found, "cpu", 1, (1, 8), pytest.fail) == jnp.float32
 
 
+@pytest.mark.thorough
 def test_text_beyond_the_positions_of_the_model_warns(run_directory, tmp_path, capsys):
     from bptjax.cli import evaluate
 
@@ -406,8 +407,10 @@ def test_stop_strings_may_span_tokens(model):
     assert all(len(b[0]) <= len(a[0]) + 1 for b, a in itertools.pairwise(texts[::-1]))
 
 
-@pytest.mark.parametrize("kind", fast(["full", "windows"], ["full"]))
-def test_a_held_cache_changes_no_token(model, kind, monkeypatch):
+@pytest.mark.parametrize(
+    "kind, turns", fast([("full", 3), ("full", 5), ("windows", 5)], [("full", 3)])
+)
+def test_a_held_cache_changes_no_token(model, kind, turns, monkeypatch):
     """Turns of a chat that go on, that change an earlier token, that outgrow the cache, and that
     start anew. Only tokens after the common start are read, in chunks."""
     if kind == "windows":
@@ -425,13 +428,14 @@ def test_a_held_cache_changes_no_token(model, kind, monkeypatch):
     assert prefill.HeldCache.saves_work(model.config)
     first = rng.integers(0, 61, 200).tolist()
     changed = [*first[:100], (first[100] + 1) % 61, *first[101:]]
-    for prompt, chunks in (
+    prompts = [
         (first, [128, 128]),
         ([*first, 5, 6, 7], [64]),
         (changed, [128]),
         ([*changed, *first], [128, 128, 128, 64]),
         ([1, 2, 3], [64]),
-    ):
+    ]
+    for prompt, chunks in prompts[:turns]:
         read.clear()
         got = run(model, [prompt], held=held, prefill_chunk=128)
         assert read == chunks
