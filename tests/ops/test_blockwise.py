@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
+from tiers import fast
 
 from bptjax.ops.blockwise import blockwise
 from bptjax.ops.dropout import dropout
@@ -26,7 +27,9 @@ def value_and_gradients(apply, params, x, dy):
     return y, *pull(dy)
 
 
-@pytest.mark.parametrize("T, chunk", [(12, 4), (13, 4), (13, 5), (3, 8), (1, 1), (7, 7)])
+@pytest.mark.parametrize(
+    "T, chunk", fast([(12, 4), (13, 4), (13, 5), (3, 8), (1, 1), (7, 7)], [(13, 5), (3, 8)])
+)
 def test_equals_plain(T, chunk):
     x, dy = normal(0, 2, T, D), normal(4, 2, T, D)
     plain = quick(functools.partial(value_and_gradients, mlp))(PARAMS, x, dy)

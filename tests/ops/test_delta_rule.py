@@ -95,14 +95,19 @@ def chunked(q, k, v, g, beta, state, **options):
     return gated_delta_rule(q, k, v, g, beta, state=state, **options)
 
 
-@pytest.mark.parametrize("case", fast(CASES, lambda name: "document" in name))
+@pytest.mark.parametrize("case", fast(CASES, ["documents", "a late document"]))
 def test_equals_recurrence(case):
     x = operands()
     close(results(chunked, *x, **CASES[case]), results(recurrence, *x, **CASES[case]))
 
 
 @pytest.mark.parametrize(
-    "sizes", [dict(T=1, K=1, N=3, H=4, W=4), dict(T=29, K=3, N=3, H=16, W=5)], ids=str
+    "sizes",
+    fast(
+        [dict(T=1, K=1, N=3, H=4, W=4), dict(T=29, K=3, N=3, H=16, W=5)],
+        lambda sizes: sizes["T"] == 29,
+    ),
+    ids=str,
 )
 def test_sizes(sizes):
     x = operands(**sizes)

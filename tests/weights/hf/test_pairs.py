@@ -9,6 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from tiers import fast
 
 from bptjax.data.config import DataConfig
 from bptjax.data.loader import eval_loader
@@ -27,7 +28,7 @@ SPECIAL["modernbert"] = SPECIAL["modernbert: classes of the mean"] = SPECIAL["be
 LENGTHS = [(5, 3), (1, 9), (9, 1), (7, 7), (4, 0), (12, None), (6, 11), (2, 2)]
 
 
-@pytest.fixture(scope="module", params=SPECIAL)
+@pytest.fixture(scope="module", params=fast(SPECIAL, ["bert", "roberta"]))
 def family(request, tmp_path_factory):
     """A family, and a directory with a tokenizer as its checkpoints have it."""
     import tokenizers
