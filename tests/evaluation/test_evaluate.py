@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from ops.comparing import quick
 from rich.console import Console
 from tiers import fast
 from weights.hf.cases import config as hf_config
@@ -35,6 +36,11 @@ def model():
     return Decoder(config, jax.random.key(0))
 
 
+@quick
+def losses(model, tokens, labels):
+    return linear_cross_entropy(model(tokens)[0], model.head_matrix, labels, reduction="none")
+
+
 def test_buckets_are_the_loss_cut_in_pieces(model):
     documents = ["a short one", "abcdefg" * 10, "the quick brown fox " * 5]
     rows = perplexity.by_position(
@@ -46,8 +52,7 @@ def test_buckets_are_the_loss_cut_in_pieces(model):
     for text in documents[1:]:
         tokens = jnp.asarray(BYTES.encode_prompt(text)[None, :41])
         labels = jnp.pad(tokens[:, 1:], ((0, 0), (0, 1)), constant_values=-100)
-        loss = linear_cross_entropy(model(tokens)[0], model.head_matrix, labels, reduction="none")
-        wanted.append(loss[0, :40])
+        wanted.append(losses(model, tokens, labels)[0, :40])
     means = np.mean(wanted, 0)
     for row, part in zip(rows, np.array_split(means, 3), strict=True):
         assert row["loss"] == pytest.approx(part.mean(), rel=1e-5)
@@ -64,8 +69,7 @@ def test_short_context_leaves_out_earlier_tokens(model, context):
     found, wanted = [row["short_loss"] for row in rows], np.full(40, np.nan)
     for start in sorted({*range(0, max(40 - width, 0), step), max(40 - width, 0)}):
         part = jnp.asarray(tokens[None, start : start + width + 1])
-        how = dict(reduction="none")
-        each = linear_cross_entropy(model(part[:, :-1])[0], model.head_matrix, part[:, 1:], **how)
+        each = losses(model, part[:, :-1], part[:, 1:])
         counted = context if start else 0
         wanted[start + counted : start + width] = each[0, counted:]
     np.testing.assert_allclose(found, wanted, rtol=1e-4)

@@ -14,7 +14,7 @@ from bptjax.ops.attention.contract import QKV, AttentionSpec, AttentionState
 from bptjax.ops.mask import Mask
 from bptjax.ops.softmax import merge_states
 from ops.attention_cases import CASES, oracle
-from ops.comparing import TOLERANCE, error
+from ops.comparing import TOLERANCE, error, quick
 
 B, T, N, K, H = 2, 256, 4, 2, 64
 # Padding before, between and behind.
@@ -45,14 +45,15 @@ def run_scan_as_triton(monkeypatch):
 
 
 def test_documents():
-    starts, sizes, fits = cudnn.documents(jnp.asarray(DOCUMENTS))
+    find = quick(cudnn.documents)
+    starts, sizes, fits = find(DOCUMENTS)
     assert starts[:, :3].tolist() == [[0, 100, 140], [3, T, T]]
     assert sizes[:, :3].tolist() == [[100, 31, 60], [47, 0, 0]]
     assert not sizes[:, 3:].any() and fits
     # One document in two pieces; more than there is room for.
     for row in (np.array([1, 2, 1, 0]), np.array([1, 0, 1, 1]), 1 + np.arange(40)):
-        assert not cudnn.documents(jnp.asarray(row[None], jnp.int32))[2]
-    assert cudnn.documents(jnp.asarray(1 + np.arange(16)[None], jnp.int32))[2]
+        assert not find(jnp.asarray(row[None], jnp.int32))[2]
+    assert find(jnp.asarray(1 + np.arange(16)[None], jnp.int32))[2]
 
 
 @pytest.mark.parametrize(
@@ -157,7 +158,8 @@ def in_pieces(T, dtype):
     q, k, v, _ = operands(2, T, N, K, H, dtype)
     spec = AttentionSpec(Mask(causal=True), 0.1)
     out, lse = jax.jit(lambda x: cudnn._forward_in_pieces(x, spec, 3))(QKV(q, k, v))
-    true = reference.forward(QKV(*(x.astype(jnp.float32) for x in (q, k, v))), spec)
+    wide = QKV(*(x.astype(jnp.float32) for x in (q, k, v)))
+    true = jax.jit(lambda x: reference.forward(x, spec))(wide)
     assert error(out, true.out) <= TOLERANCE[dtype]
     np.testing.assert_allclose(lse, true.lse, atol=2e-6 if dtype == "float32" else 0.02)
 
@@ -185,7 +187,7 @@ def sinks_and_padding(dtype):
         return state.out, *kernel.backward(QKV(*qkv), state, dout, spec)
 
     wide = (x.astype(jnp.float32) for x in arrays)
-    got, true = jax.jit(partial(run, cudnn))(*arrays), partial(run, reference)(*wide)
+    got, true = jax.jit(partial(run, cudnn))(*arrays), jax.jit(partial(run, reference))(*wide)
     for a, b in zip(got, true, strict=True):
         assert error(a, b) <= TOLERANCE[dtype]
 

@@ -189,7 +189,11 @@ def test_qlora_is_lora_on_the_dequantized_base(batch, double):
             return kernel
         return nnx.Param(jax.lax.map(lambda k: k.dense(jnp.float32), kernel), axes=kernel.axes)
 
-    model = jax.tree.map(dense, state.model, is_leaf=lambda x: isinstance(x, QuantizedKernel))
+    @jax.jit
+    def run(model):
+        return jax.tree.map(dense, model, is_leaf=lambda x: isinstance(x, QuantizedKernel))
+
+    model = run(state.model)
     lora = make_spec(adapter=dict(type="lora", r=4))
     wanted = gradient_sums(lora, batch, state=replace(state, model=model))
     assert_same(gradient_sums(spec, batch, state=state), wanted)

@@ -101,8 +101,11 @@ def dense(state):
             return kernel
         return nnx.Param(jax.lax.map(lambda k: k.dense(jnp.float32), kernel), axes=kernel.axes)
 
-    model = jax.tree.map(one, state.model, is_leaf=lambda x: isinstance(x, QuantizedKernel))
-    return replace(state, model=model)
+    @jax.jit
+    def run(model):
+        return jax.tree.map(one, model, is_leaf=lambda x: isinstance(x, QuantizedKernel))
+
+    return replace(state, model=run(state.model))
 
 
 def test_qlora_is_lora_on_the_dequantised_base(batch, state, whole):
