@@ -94,6 +94,7 @@ def test_generate_returns_the_text_of_the_tokens(base, capsys):
         assert capsys.readouterr().out == f"{command.printable(text)}\n"
 
 
+@pytest.mark.thorough
 def test_load_shards_a_model_that_generates_the_same_text(base, capsys, monkeypatch):
     whole, tokenizer, config = bptjax.load(base, device="cpu")
     model, _, _ = bptjax.load(base, device="cpu", tp=2, sp=2)

@@ -71,6 +71,7 @@ def test_turns_over_a_pipe(base, tmp_path, monkeypatch, capsys):
     assert err[7].startswith(f"[1 turn, {first_length} of 128 tokens")
 
 
+@pytest.mark.thorough
 def test_generate_takes_a_system_message(base, tmp_path, capsys):
     flags = ["--model", str(base), "--device", "cpu", "--temperature", "0", "--prompt", "one"]
     flags += ["--max_new_tokens", "6", "--system", "Be kind"]

@@ -350,6 +350,7 @@ def test_a_mesh_of_devices_gives_the_rows_of_one(flags, checkpoint, tmp_path):
             assert one.keys() == other.keys()
 
 
+@pytest.mark.thorough
 def test_log_likelihoods_on_a_mesh_are_those_of_one_device(checkpoint):
     texts, found = [("1 plus", " 3"), ("x", "yz")], []
     pairs = [(list(BYTES.encode(a)), list(BYTES.encode(b))) for a, b in texts]

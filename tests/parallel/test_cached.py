@@ -139,6 +139,7 @@ def test_a_gpu_reads_parts_of_the_cache_at_once(name, tp, sp, monkeypatch):
     assert {q.shape[1] for _, q, *_ in parts} == {1, CHUNK}
 
 
+@pytest.mark.thorough
 def test_logits_are_those_of_one_device():
     """The devices do not divide the length of the first chunk; single tokens follow it."""
     tokens = np.random.default_rng(0).integers(0, 60, (2, 9))

@@ -27,6 +27,7 @@ def case(names, monkeypatch):
     return Case(ModelConfig(**SIZES), documents)
 
 
+@pytest.mark.thorough
 def test_it_trains(names):
     losses = rows(names["folder"] / "runs" / "run")
     assert list(losses) == [1, 2, 3] and losses[3] < losses[1]

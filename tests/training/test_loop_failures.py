@@ -110,6 +110,7 @@ def test_an_evaluation_that_is_not_finite(arguments, tmp_path, monkeypatch, caps
         assert len(resumed) == 4
 
 
+@pytest.mark.thorough
 def test_parameters_that_are_not_finite_are_not_saved(arguments, tmp_path, capsys):
     """The loss of the step that breaks them is finite, and no evaluation follows."""
     extra = ["--optimizer.learning_rate=1e38", "--optimizer.weight_decay=1e38"]

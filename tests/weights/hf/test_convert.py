@@ -99,7 +99,7 @@ def test_transformers_loads_the_exported_model(theirs, tmp_path, capfd):
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("name", ["qwen3", "qwen3_vl"])
+@pytest.mark.parametrize("name", fast(["qwen3", "qwen3_vl"], ["qwen3_vl"]))
 def test_command_line(theirs, tmp_path, capsys, name):
     pytest.importorskip("torch")
     _, directory = theirs(name)

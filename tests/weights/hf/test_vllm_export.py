@@ -44,7 +44,6 @@ FAST = [
     "qwen3_next",
     "mixtral: only down",
     "gpt_oss",
-    "gemma4_text with experts",
     "qwen3_5: only z",
 ]
 
