@@ -56,7 +56,7 @@ def wanted():
 
 
 # Each axis of more than one device is in one of them.
-FEW = [ParallelConfig(1, 2, 2, 2, 1), ParallelConfig(2, 1, 1, 2, 2)]
+FEW = [ParallelConfig(*x) for x in ((2, 1, 2, 2, 1), (1, 2, 2, 2, 1), (2, 1, 1, 2, 2))]
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,7 @@ def test_accumulated_micro_batches_are_one_big_batch(batch, whole):
     assert_same(gradient_sums(make_spec(), batch, 4), whole)
 
 
-@pytest.mark.parametrize("kind", fast(["decoder", "experts", "classifier"], ["classifier"]))
+@pytest.mark.parametrize("kind", fast(["decoder", "experts", "classifier"], ["decoder"]))
 def test_blank_sequences_are_neutral(batch, kind):
     """A shard without further records provides them: here two of three micro-batches are blank."""
     spec = make_spec()

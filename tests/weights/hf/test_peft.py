@@ -103,7 +103,7 @@ def pretrained(theirs):
     return make
 
 
-@pytest.mark.parametrize("name", fast(DECODERS, ["mixtral"]))
+@pytest.mark.parametrize("name", fast(DECODERS, ["llama", "mixtral"]))
 def test_there_and_back(peft, pretrained, tmp_path, tokens, name):
     """Theirs read here; written again and read by them; merged here, and by them."""
     model, base = pretrained(name)
