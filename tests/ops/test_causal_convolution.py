@@ -42,7 +42,7 @@ def test_equals_definition(options):
     def ours(x, kernel, history):
         return causal_convolution(x, kernel, history=history, **options)[0]
 
-    close(quick(lambda: both(ours))(), both(partial(definition, **options)))
+    close(*(quick(partial(both, f))() for f in (ours, partial(definition, **options))))
 
 
 @pytest.mark.parametrize("at", fast([1, 2, 9], [2]))

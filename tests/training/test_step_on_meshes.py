@@ -39,7 +39,8 @@ def test_scalings_by_length_do_not_depend_on_the_batch(batch, kind):
     assert_same(gradient_sums(mesh, batch, 2), gradient_sums(one, batch, 1))
 
 
-@pytest.mark.parametrize("mesh", fast(MESHES, MESHES[1:]), ids=["ring", "tp"])
+@pytest.mark.thorough
+@pytest.mark.parametrize("mesh", MESHES, ids=["ring", "tp"])
 def test_layers_without_attention_on_a_mesh(batch, mesh, mixing):
     """Their state passes through the devices, also in zigzag order, and ends with each document."""
     model, wanted = mixing
@@ -63,7 +64,7 @@ def test_int8_states_of_linear_attention_and_experts_compile():
 KINDS = ["linear_attention", "short_convolution"]
 
 
-@pytest.fixture(scope="module", params=fast(KINDS, KINDS[1:]))
+@pytest.fixture(scope="module", params=KINDS)
 def mixing(batch, request):
     """A model with a layer without attention, and the sums of one device."""
     sizes = dict(
