@@ -36,7 +36,7 @@ DECODED = [
 ]
 
 
-@pytest.mark.parametrize("name", fast(DECODED, ["qwen3_next", "gemma4_text"]))
+@pytest.mark.parametrize("name", fast(DECODED, ["gemma4_text"]))
 def test_greedy_tokens_match_transformers(theirs, name, monkeypatch):  # noqa: F811
     """Prompts of three lengths at once, beyond every window and threshold of the cases."""
     torch = pytest.importorskip("torch")

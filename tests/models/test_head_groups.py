@@ -139,6 +139,7 @@ def test_meshes_change_nothing(sizes, strategy):
     assert_close(jax.device_get(sharded), plain)
 
 
+@pytest.mark.thorough
 def test_groups_take_less_memory():
     config = replace(ROTARY, num_heads=8, num_kv_heads=8, head_dim=32, hidden_size=64)
     model = jax.eval_shape(lambda: Decoder(config, jax.random.key(0)))

@@ -123,6 +123,7 @@ def assert_near(got, wanted):
     assert float(jnp.abs(got - wanted).max()) < 2e-5
 
 
+@pytest.mark.thorough
 def test_no_copy_of_the_parameters():
     """Two loops over one stack need the memory of one, within a layer's parameters."""
     D, F_ = 128, 1024

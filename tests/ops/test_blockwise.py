@@ -80,9 +80,10 @@ def test_pytrees_with_integers():
         return quick(f)(params["w"], x["h"])
 
     close(both(functools.partial(blockwise, f, chunk=3)), both(f))
-    whole = jax.grad(lambda p, x: blockwise(f, p, x, chunk=3)["y"].sum(), (0, 1), allow_int=True)(
-        params, x
+    gradients = jax.grad(
+        lambda p, x: blockwise(f, p, x, chunk=3)["y"].sum(), (0, 1), allow_int=True
     )
+    whole = quick(gradients)(params, x)
     assert not whole[0]["idle"].any() and not whole[1]["idle"].any()
     assert whole[1]["token"].dtype == jax.dtypes.float0
 
@@ -98,7 +99,7 @@ def test_dropout_inside():
     def run(apply, w):
         return jnp.square(apply((w, key), (x, rows))).sum()
 
-    plain = jax.value_and_grad(functools.partial(run, f))(PARAMS["up"])
+    plain = quick(jax.value_and_grad(functools.partial(run, f)))(PARAMS["up"])
     chunked = functools.partial(run, functools.partial(blockwise, f, chunk=5))
     close(quick(jax.value_and_grad(chunked))(PARAMS["up"]), plain)
 

@@ -36,6 +36,7 @@ def test_an_error_of_the_run_is_not_that_of_its_lock(tmp_path):
         pass
 
 
+@pytest.mark.thorough
 def test_signs_of_life(arguments, tmp_path, monkeypatch):
     """A step after other work is known to be one when it starts: a supervisor waits less for it."""
     seen = []

@@ -302,6 +302,7 @@ def test_a_loss_that_is_not_finite_changes_nothing(batch):
             np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.thorough
 def test_gradients_of_all_layers_never_exist_at_once():
     """More layers add their parameters, states and inputs to the memory of a step, but not their
     gradients."""

@@ -102,6 +102,7 @@ def test_loss_falls(batch, dtype):
     assert ("train/loss_scale" in rows[0]) == (dtype == "float16")
 
 
+@pytest.mark.thorough
 def test_bfloat16_parameters_stay_bfloat16(batch):
     state, rows = steps(make_spec(compute_dtype="bfloat16", param_dtype="bfloat16"), batch, 3)
     assert {x.dtype for x in jax.tree.leaves(state.model)} == {jnp.dtype("bfloat16")}
@@ -174,7 +175,8 @@ def test_moments_in_host_memory(batch, tmp_path):
         compile_step(host, init_state(device), placed)
 
 
-@pytest.mark.parametrize("schedule", fast(["split", "fused"], ["split"]))
+@pytest.mark.thorough
+@pytest.mark.parametrize("schedule", ["split", "fused"])
 def test_compiling_records_the_kernel(batch, schedule):
     spec = make_spec()
     spec = replace(spec, config=replace(spec.config, execution=ExecutionConfig(schedule=schedule)))
