@@ -133,6 +133,7 @@ def test_chunks_and_remat_change_nothing(model):
         assert_close(loss_and_gradients(**how)(model, others, 1.0), wanted)
 
 
+@pytest.mark.thorough
 def test_memory_follows_the_chunk():
     """With 37 experts too, there are no numbers for each expert and token, or for each expert and
     choice of a token in a chunk."""

@@ -102,11 +102,12 @@ def test_any_chunks(q_chunk, k_chunk):
     close(run(PARAMS, X, fused=True, **options), oracle("everything"))
 
 
-@pytest.mark.parametrize("impl", HERE)
+@pytest.mark.parametrize("impl", fast(HERE, ["scan"]))
 def test_any_attention(impl):
     close(run(PARAMS, X, fused=True, impl=impl, q_chunk=7, k_chunk=7), oracle("causal"))
 
 
+@pytest.mark.thorough
 def test_bfloat16():
     """At worst twice the split schedule's own error."""
     options = dict(q_chunk=5, k_chunk=4) | CASES["segments"]

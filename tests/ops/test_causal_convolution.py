@@ -92,6 +92,7 @@ def test_bfloat16():
     assert sum(y.nbytes for y in jax.tree.leaves(pull)) <= 5 * x.nbytes
 
 
+@pytest.mark.thorough
 def test_equals_transformers():
     torch = pytest.importorskip("torch")
     from transformers.models.qwen3_next import modeling_qwen3_next as theirs

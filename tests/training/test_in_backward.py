@@ -120,7 +120,7 @@ CASES |= {
         *("mesh", "zero stage 1", "zero stage 2"),
     )
 }
-FAST = {"decoder", "mesh, states on the host"}
+FAST = {"mesh, states on the host"}
 
 
 def spec_of(

@@ -113,6 +113,7 @@ def test_gradients_move_to_host_memory_in_a_resumed_run(arguments, uninterrupted
     assert saved[0]["leaves"] == saved[1]["leaves"]
 
 
+@pytest.mark.thorough
 def test_a_finished_run_is_extended(arguments, uninterrupted, tmp_path, capsys):
     run_dir = shutil.copytree(uninterrupted, tmp_path / "run")
     command = [*arguments, f"--run_dir={run_dir}", "--train.sample_tokens=0"]

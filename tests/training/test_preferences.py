@@ -234,6 +234,7 @@ def test_equals_separate_rows(objective, formula):
     np.testing.assert_allclose(margins, chosen - rejected, rtol=1e-4)
 
 
+@pytest.mark.thorough
 def test_the_margins_of_an_evaluation_are_those_of_separate_rows():
     """On one device and several, packed and not, from several batches with blank sequences."""
     one, parallel = lora_spec(), ParallelConfig(fsdp=2, sp=2)

@@ -4,7 +4,6 @@ import json
 
 import numpy as np
 import pytest
-from tiers import fast
 
 from bptjax.cli import convert
 from bptjax.cli.train import main
@@ -29,7 +28,8 @@ FAMILIES = {
 }
 
 
-@pytest.mark.parametrize("name", fast(FAMILIES, ["llama"]))
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", FAMILIES)
 def test_transformers_has_the_same_loss(tmp_path, name):
     torch = pytest.importorskip("torch")
     import transformers

@@ -41,7 +41,6 @@ CASES = {name: (name, ALL, {}) for name in SERVED} | {
 }
 FAST = [
     "llama",
-    "qwen3_next",
     "mixtral: only down",
     "gpt_oss",
     "qwen3_5: only z",
