@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from models.test_decoder import MODELS, ROTARY
 from ops.comparing import close, quick
-from tiers import fast
 
 from bptjax.data.examples import sequence
 from bptjax.data.trees import tree
@@ -80,12 +79,10 @@ def inputs(batch):
     return {name: jnp.asarray(batch[name]) for name in names if name in batch}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "name, schedule",
-    fast(
-        [*((name, "split") for name in CONFIGS), ("window", "fused"), ("rotary", "fused")],
-        [("window", "split")],
-    ),
+    [*((name, "split") for name in CONFIGS), ("window", "fused"), ("rotary", "fused")],
 )
 def test_a_tree_is_its_separate_rows(name, schedule):
     """Hidden states, and the gradients of a sum over the leaves."""

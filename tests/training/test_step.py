@@ -93,7 +93,8 @@ def steps(spec: TrainSpec, batch, n: int) -> tuple[TrainState, list[dict]]:
     return state, rows
 
 
-@pytest.mark.parametrize("dtype", fast(["float32", "bfloat16", "float16"], ["float16"]))
+@pytest.mark.thorough
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_loss_falls(batch, dtype):
     state, rows = steps(make_spec(compute_dtype=dtype), batch, 12)
     losses = [row["train/loss"] for row in rows]
@@ -109,6 +110,7 @@ def test_bfloat16_parameters_stay_bfloat16(batch):
     assert rows[-1]["train/loss"] < rows[0]["train/loss"]
 
 
+@pytest.mark.thorough
 def test_the_reported_loss_leaves_the_z_loss_out(batch):
     """The first step's train/loss is the same with and without it; gradients are not."""
     plain, with_z = (steps(make_spec(z_loss=z), batch, 1)[1][0] for z in (0.0, 0.1))
