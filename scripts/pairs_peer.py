@@ -65,7 +65,7 @@ TINY = dict(
 PACKAGES = "trl", "transformers", "peft", "torch", "liger-kernel", "flash-attn-4", "triton"
 END = "</s>"
 # Rank of the adapters, as in adapter.r.
-RANK = 8
+ADAPTER_RANK = 8
 # The search for the longest prompt rounds to this number of tokens.
 ROUND = 1024
 
@@ -284,7 +284,7 @@ def main() -> None:
     )
     parser.add_argument("--steps", type=int, default=3, help="0 with --longest times no steps")
     parser.add_argument("--warmup", type=int, default=2, help="steps before the timed steps")
-    parser.add_argument("--rank", type=int, default=RANK, help="rank of the adapters")
+    parser.add_argument("--rank", type=int, default=ADAPTER_RANK, help="rank of the adapters")
     parser.add_argument("--adapter_dtype", choices=["bfloat16", "float32"], default="bfloat16")
     parser.add_argument("--no_liger", action="store_true", help="without Liger's kernels")
     parser.add_argument("--no_checkpointing", action="store_true", help="save all activations")

@@ -20,7 +20,7 @@ def test_peer_has_the_decoder_and_adapters_of_the_steps():
     )
     assert {"rope_theta": pairs_peer.ROPE_THETA} == LLAMA_8B.rope_parameters
     assert not LLAMA_8B.tied_head
-    assert AdapterConfig().r == pairs_peer.RANK
+    assert AdapterConfig().r == pairs_peer.ADAPTER_RANK
 
 
 @pytest.mark.parametrize("waste", [0.95, 1.0, 1.05])
