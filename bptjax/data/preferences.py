@@ -17,7 +17,14 @@ from bptjax.data.chat import (
 from bptjax.data.config import DataConfig
 from bptjax.data.encode import encode
 from bptjax.data.examples import ANSWERS, FIELDS, Example, documents
-from bptjax.data.rows import OTHERS, Compound, Document, RecordFormat
+from bptjax.data.rows import (
+    OTHERS,
+    Compound,
+    Document,
+    RecordFormat,
+    check_has,
+    describe_fields,
+)
 from bptjax.data.tokenizer import Tokenizer
 from bptjax.data.trees import tree
 from bptjax.ops.labels import IGNORED
@@ -94,7 +101,8 @@ def _messages(
 ) -> tuple[tuple[list[Message], list[Message]], int, str | None]:
     """Returns the messages of the two conversations, the number of messages in their prompt, and
     the form of their template; see `Chat.form`."""
-    prompt, answers = fields.get(PROMPT), [fields.get(name) for name in (CHOSEN, REJECTED)]
+    check_has(fields, CHOSEN, REJECTED)
+    prompt, answers = fields.get(PROMPT), [fields[name] for name in (CHOSEN, REJECTED)]
     if not all(isinstance(x, str | list) for x in answers):
         raise ValueError(f"{CHOSEN!r} and {REJECTED!r} must be texts or lists of messages")
     if prompt is not None and not isinstance(prompt, str | list):
@@ -111,7 +119,10 @@ def _messages(
     inside = all(own and own[0]["role"] != ANSWER for own in (first, second))
     if not inside:
         if not start and form is None:
-            raise ValueError(f"{PROMPT!r} must be set, or be the first messages of both answers")
+            raise ValueError(
+                f"{PROMPT!r} must be set, or be the first messages of both answers; "
+                f"{describe_fields(fields)}"
+            )
         return ([*start, *first], [*start, *second]), len(start), form
     common = 0
     for a, b in zip(first[:-1], second[:-1], strict=False):

@@ -206,10 +206,9 @@ class RowReader:
         return mapped
 
     def _missing(self, name: str, names: Iterator[str]) -> str:
-        shown = ", ".join(islice(names, SHOWN)) + ", …" * (next(names, None) is not None)
         return (
             f"data.fields.{name}={self.fields[name]}: must be a field of the record, which has "
-            f"{shown or 'none'}"
+            f"{_listed(names)}"
         )
 
     def columns(self, names: list[str], path: Path) -> tuple[str, ...]:
@@ -244,6 +243,27 @@ class RowReader:
         if set(needed).isdisjoint(read_as):
             self._document(read_as, str(path))
         return columns
+
+
+def check_has(fields: Mapping[str, Any], *names: str) -> None:
+    """Checks that a record has these fields.
+
+    Raises:
+      ValueError: the record lacks some; the error lists them and the fields of the record.
+    """
+    if lacking := [repr(name) for name in names if name not in fields]:
+        raise ValueError(f"{' and '.join(lacking)} must be set; {describe_fields(fields)}")
+
+
+def describe_fields(fields: Mapping[str, Any]) -> str:
+    """Formats the names of a record's fields, for errors about a missing one."""
+    return f"the record has {_listed(_names(fields))}; data.fields maps other names"
+
+
+def _listed(names: Iterator[str]) -> str:
+    """Formats the first names of a record's fields."""
+    shown = ", ".join(islice(names, SHOWN)) + ", …" * (next(names, None) is not None)
+    return shown or "none"
 
 
 def _nested(row: dict[str, Any], name: str) -> Any:

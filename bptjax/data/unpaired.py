@@ -18,7 +18,7 @@ from bptjax.data.preferences import (
     side_by_side,
     with_shared_prompt,
 )
-from bptjax.data.rows import OTHERS, Compound, Document, RecordFormat
+from bptjax.data.rows import OTHERS, Compound, Document, RecordFormat, check_has
 from bptjax.data.tokenizer import Tokenizer
 from bptjax.ops.labels import IGNORED
 
@@ -64,11 +64,12 @@ def read_unpaired(fields: Mapping[str, Any], text_key: str, where: str) -> Unpai
       ValueError: the record is not of this kind, or the answer is empty; the error names the field.
     """
     try:
-        sides = [fields.get(name) for name in (PROMPT, COMPLETION)]
+        check_has(fields, PROMPT, COMPLETION, LABEL)
+        sides = [fields[name] for name in (PROMPT, COMPLETION)]
         for name, value in zip((PROMPT, COMPLETION), sides, strict=True):
             if not isinstance(value, str | list) or not value:
                 raise ValueError(f"{name!r} must be text or a list of messages, and not empty")
-        if not isinstance(fields.get(LABEL), bool):
+        if not isinstance(fields[LABEL], bool):
             raise ValueError(f"{LABEL!r} must be true (a good answer) or false")
         prompt, answer = messages_in(fields, PROMPT, "user"), messages_in(fields, COMPLETION)
         check_answer(answer, COMPLETION)

@@ -109,11 +109,16 @@ def test_messages_go_through_the_template(tokenizers):
         ({"completion": ""}, "'completion' must be text or a list of messages, and not empty"),
         ({"completion": [{"role": "user", "content": "x"}]}, "'completion' must have an answer"),
         ({"prompt": None}, "'prompt' must be text or a list"),
+        (
+            {"question": "a", "completion": "b", "good": True},
+            "'prompt' and 'label' must be set; the record has question, completion, good; data.fields",
+        ),
     ],
 )
 def test_refusals(row, message):
+    row = row if "question" in row else ROWS[0] | row
     with pytest.raises(ValueError, match=f"^here: {message}"):
-        read_unpaired(ROWS[0] | row, "text", "here")
+        read_unpaired(row, "text", "here")
 
 
 def test_streams_are_refused():
