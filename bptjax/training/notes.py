@@ -77,8 +77,13 @@ def describe_model(spec: TrainSpec, data: RunData) -> list[str]:
     if config.model.extend_to is not None:
         text = f"model.extend_to: {model.max_position_embeddings:,} positions"
         if model.position_embedding == "rope":
-            text += f", rope_theta {model.rope('full_attention')['rope_theta']:,g}"
+            text += f", rope_theta {model.rope('full_attention')['rope_theta']:,.15g}"
         notes.append(text)
+        if config.train.seq_len < config.model.extend_to:
+            notes.append(
+                f"warning: train.seq_len={config.train.seq_len}: positions from there to "
+                f"model.extend_to={config.model.extend_to} are not trained"
+            )
     notes += describe_adapter(config, pretrained)
     own, used = defaults(config, spec.mesh.local_devices[0].platform), flatten(config)
     # The first default does not depend on the checkpoint; `describe_adapter` reports the second.
@@ -99,7 +104,7 @@ def describe_model(spec: TrainSpec, data: RunData) -> list[str]:
         if model.rope("full_attention").get("rope_type", "default") == "default":
             keys = f"model.extend_to={config.train.seq_len}, or {keys}"
         notes.append(
-            f"train.seq_len={config.train.seq_len} is beyond the model's "
+            f"warning: train.seq_len={config.train.seq_len} is beyond the model's "
             f"{model.max_position_embeddings} positions; set {keys}"
         )
     return notes

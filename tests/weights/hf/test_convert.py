@@ -14,9 +14,13 @@ from tiers import fast
 
 from bptjax.cli import convert
 from bptjax.cli.train import main as train
+from bptjax.config import Config, TrainConfig
 from bptjax.config_parser import parse
 from bptjax.models.config import ModelConfig
 from bptjax.models.params import stacked
+from bptjax.parallel.mesh import ParallelConfig, make_mesh
+from bptjax.training.notes import describe_model
+from bptjax.training.spec import TrainSpec
 from bptjax.weights import conversion
 from bptjax.weights.hf.checkpoint import SIDECARS, sidecar_files
 from bptjax.weights.hf.config import merge, read_config
@@ -333,3 +337,26 @@ def test_torch_files_are_read_where_torch_is(llama, tmp_path, monkeypatch, dtype
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ValueError, match="pytorch_model.bin needs torch, which is not installed"):
         Tensors(old)
+
+
+def test_notes_on_lengths(llama):
+    """Lengths that do not fit the positions give a warning."""
+    base = str(llama(max_position_embeddings=64, rope_parameters=dict(rope_theta=1e6)))
+
+    def warnings(seq_len, **model):
+        wanted = ModelConfig(name_or_path=base, **model)
+        config = replace(Config(), model=wanted, train=TrainConfig(seq_len=seq_len)).on("cpu")
+        pretrained = open_pretrained(wanted)
+        mesh = make_mesh(ParallelConfig(), jax.devices()[:1])
+        notes = describe_model(TrainSpec(config, pretrained.config, mesh, pretrained), None)
+        return [line for line in notes if "position" in line]
+
+    assert warnings(64) == []
+    (line,) = warnings(128)
+    assert line.startswith("warning: train.seq_len=128 is beyond the model's 64 positions; set ")
+    line, *others = warnings(128, extend_to=128)
+    assert others == [] and line.endswith("128 positions, rope_theta 2,520,000")
+    _, line = warnings(96, extend_to=128)
+    assert line == (
+        "warning: train.seq_len=96: positions from there to model.extend_to=128 are not trained"
+    )
