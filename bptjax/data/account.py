@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from bptjax.data.config import TOO_LONG
 from bptjax.data.examples import Example, is_masked
 from bptjax.data.landmarks import ignored
 from bptjax.data.packing import PACKINGS, Packer, buffer_sequences
@@ -66,6 +67,7 @@ class Account:
       images: the records are images, with one sequence each.
       random_unit: packing=none splits long examples at random multiples of this number of tokens; 0
         if it fills all sequences but the last.
+      choices: values that data.too_long may have.
       records: number of records read so far.
       bad: number of records that could not be read or tokenized.
       too_long: number of records with a loss mask that exceed `seq_len`.
@@ -87,6 +89,7 @@ class Account:
     masked: float | None = None
     images: bool = False
     random_unit: int = 0
+    choices: tuple[str, ...] = TOO_LONG
     records: int = 0
     bad: int = 0
     too_long: int = 0
@@ -222,7 +225,7 @@ def summary(account: Account, too_long: str, listed: bool = False) -> list[str]:
         lines += _detail(
             f"{a.too_long:,} of {a.records:,} records ({a.too_long / a.records:.1%}, "
             f"{share:.1%} of the tokens) are longer than train.seq_len={a.seq_len} and {done}; "
-            "data.too_long: drop, truncate_left, truncate_right or error"
+            f"data.too_long: {' or '.join(a.choices)}"
         )
     if a.bad:
         file = "; see bad_records.jsonl" * listed

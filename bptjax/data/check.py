@@ -264,4 +264,5 @@ def _account(name: str, records: AnyRecords, masked: float | None, random: bool 
     """Makes an account. `random` is whether packing=none splits texts at random."""
     reader = records.reader
     unit = reader.unit if random and not reader.images else 0
-    return Account(name, reader.seq_len, records.total, masked, reader.images, unit)
+    how = masked, reader.images, unit, reader.choices
+    return Account(name, reader.seq_len, records.total, *how)

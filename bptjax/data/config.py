@@ -1,9 +1,11 @@
 """Configuration of the data: files, sources, packing."""
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 SampleBy = Literal["line", "paragraph", "document"]
+TooLong = Literal["drop", "truncate_left", "truncate_right", "error"]
+TOO_LONG: tuple[str, ...] = get_args(TooLong)
 
 
 @dataclass(frozen=True)
@@ -103,7 +105,7 @@ class DataConfig:
     tokenizer: str | None = None
     packing: Literal["none", "concat", "best_fit"] = "concat"
     mlm_probability: float = 0.15
-    too_long: Literal["drop", "truncate_left", "truncate_right", "error"] = "drop"
+    too_long: TooLong = "drop"
     bad_records: Literal["error", "skip"] = "error"
     group_by_length: bool = False
     num_shards: int = 1

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import numpy as np
 
-from bptjax.data.config import DataConfig
+from bptjax.data.config import TOO_LONG, DataConfig
 from bptjax.data.encode import encode
 from bptjax.data.examples import FIELDS, Example
 from bptjax.data.images import ImageProcessor
@@ -55,6 +55,7 @@ class Encoding:
         raises ValueError if the document is bad.
       truncates: `encode` takes the keyword `limit`, a number of tokens, and truncates the document
         to it. Otherwise examples are truncated at one end; see data.too_long.
+      too_long: values that data.too_long may have.
       fields: names of the arrays of an example of text.
       text: returns the text of an example as tokens, and whether each token is in the loss.
       masking: makes the masking of sequences; None without masking.
@@ -68,6 +69,7 @@ class Encoding:
 
     encode: Callable[..., list[Example]] = _encode
     truncates: bool = False
+    too_long: tuple[str, ...] = TOO_LONG
     fields: tuple[str, ...] = FIELDS
     text: Callable[[Example], tuple[np.ndarray, np.ndarray]] = next_tokens
     masking: Callable[[Tokenizer, DataConfig], Masking] | None = None
@@ -116,6 +118,7 @@ class Encoding:
             config.too_long,
             config.bad_records,
             truncates=self.truncates,
+            choices=self.too_long,
             unit=1 if self.landmarks is None else self.landmarks.block_size,
             pick=partial(self.pick, config.seed) if self.pick else operator.getitem,
         )

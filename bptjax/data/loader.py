@@ -128,10 +128,12 @@ def _first_example(records: AnyRecords, shard: int, shards: int, source: str) ->
         bad += record.error is not None
     documents = f"{plural(read, 'document')}{source} in shard {shard} of {shards}"
     if too_long:
+        reader = records.reader
+        truncated = " or ".join(each for each in reader.choices if each.startswith("truncate"))
         raise ValueError(
             f"the {documents}: all {too_long} records with tokens in the loss are longer than "
-            f"train.seq_len={records.reader.seq_len}; raise it, or set data.too_long to "
-            "truncate_left or truncate_right"
+            f"train.seq_len={reader.seq_len}; raise it"
+            + f", or set data.too_long to {truncated}" * bool(truncated)
         )
     if bad:
         raise ValueError(

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import grain
 import numpy as np
 
+from bptjax.data.config import TOO_LONG
 from bptjax.data.examples import Example, is_masked
 from bptjax.data.files import Location, location
 from bptjax.data.iterated import Iterated
@@ -55,6 +56,7 @@ class RecordReader:
       bad_records: `error` or `skip`.
       truncates: `encode` takes the keyword `limit`, a number of tokens, and truncates the document
         to it.
+      choices: values that `too_long` may have, for advice.
       images: the documents are images, with one sequence each.
       unit: lengths of examples and their pieces are multiples of this number of tokens.
       pick: reads the document at an index of all documents of a source.
@@ -65,6 +67,7 @@ class RecordReader:
     too_long: str = "drop"
     bad_records: str = "error"
     truncates: bool = False
+    choices: tuple[str, ...] = TOO_LONG
     images: bool = False
     unit: int = 1
     pick: Callable[[Sequence[Document], int], Document] = operator.getitem
@@ -90,9 +93,10 @@ class RecordReader:
             length = len(example["tokens"])
             if length > self.seq_len and is_masked(example):
                 if self.too_long == "error":
+                    others = " or ".join(each for each in self.choices if each != "error")
                     raise ValueError(
                         f"{where}: {length} tokens: must be at most train.seq_len={self.seq_len}; "
-                        "raise it, or set data.too_long to drop, truncate_left or truncate_right"
+                        f"raise it, or set data.too_long to {others}"
                     )
                 too_long.append(length)
                 truncate = self.too_long.startswith("truncate")

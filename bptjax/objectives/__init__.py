@@ -188,4 +188,9 @@ def check(
         for key, value in own if row.name != objective.name else ():
             text = f"requires objective.type={row.name}"
             raise ValueError(f"{key}={value}: {text}; leave it out")
+    if (value := keys["data.too_long"]) not in objective.too_long:
+        known = " or ".join(objective.too_long)
+        raise ValueError(
+            f"data.too_long={value}: must be {known} with objective.type={objective.name}"
+        )
     objective.check(model, keys)

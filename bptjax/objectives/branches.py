@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import jax.numpy as jnp
 from jax import Array
@@ -25,15 +24,10 @@ class NextTokenOfBranches(Objective):
     name = "branched"
     needs = "a decoder"
     record = BRANCHED
+    too_long = "drop", "error"
 
     def fits(self, model: ModelConfig) -> bool:
         return model.causal
-
-    def check(self, model: ModelConfig, keys: Mapping[str, Any]) -> None:
-        if (value := keys["data.too_long"]) not in ("drop", "error"):
-            raise ValueError(
-                f"data.too_long={value}: must be drop or error with objective.type={self.name}"
-            )
 
     def encoding(self, model: ModelConfig) -> Encoding:
         fields = (*FIELDS, "ends", WEIGHTS)

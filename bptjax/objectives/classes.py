@@ -83,18 +83,12 @@ class Classes(Objective):
     name = "class"
     needs = "an encoder that has model.encoder.classes"
     record = LABELED
+    too_long = "drop", "truncate_right", "error"  # A classifier reads the first token.
     unit = "document"
     metrics = ("accuracy",)
 
     def fits(self, model: ModelConfig) -> bool:
         return bool(model.encoder.classes) and not model.causal
-
-    def check(self, model: ModelConfig, keys: Mapping[str, Any]) -> None:
-        if keys["data.too_long"] == "truncate_left":
-            raise ValueError(
-                "data.too_long=truncate_left: must not be set for a classifier, which reads the "
-                "first token; set truncate_right"
-            )
 
     def encoding(self, model: ModelConfig) -> Encoding:
         return replace(

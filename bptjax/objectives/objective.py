@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 from jax import Array
 
+from bptjax.data.config import TOO_LONG
 from bptjax.data.encoding import Encoding
 from bptjax.data.rows import RecordFormat
 from bptjax.models.config import ModelConfig
@@ -26,6 +27,7 @@ class Objective:
       needs: kind of model that the objective trains, for errors.
       keys: keys of other groups that only this objective reads.
       record: the only record format that the objective reads; None for text, token ids and chats.
+      too_long: values that data.too_long may have.
       unit: unit over which the loss is averaged, for reports.
       likelihood: whether the loss covers all tokens of a text, so that bits per byte follow from
         it.
@@ -42,6 +44,7 @@ class Objective:
     needs: ClassVar[str]
     keys: ClassVar[tuple[str, ...]] = ()
     record: ClassVar[RecordFormat | None] = None
+    too_long: ClassVar[tuple[str, ...]] = TOO_LONG
     unit: ClassVar[str] = "token"
     likelihood: ClassVar[bool] = False
     metrics: ClassVar[tuple[str, ...]] = ()
@@ -93,7 +96,7 @@ class Objective:
 
     def encoding(self, model: ModelConfig) -> Encoding:
         """Returns how documents become examples for the model."""
-        return Encoding(landmarks=model.landmarks)
+        return Encoding(landmarks=model.landmarks, too_long=self.too_long)
 
     def inputs(self, batch: Mapping[str, Array]) -> Mapping[str, Array]:
         """Returns the arrays of a batch `[..., B, T]` that the model reads: `tokens`, `positions`,

@@ -30,13 +30,13 @@ class AnswersObjective(Objective):
     """
 
     needs = "a decoder"
+    too_long = "drop", "error"
     token_losses = True
     learning_rates = 1e-6, 1e-5
 
     answers: ClassVar[int] = 2
     # Values that keys of other groups may have.
     ALLOWED: ClassVar[dict[str, tuple[Any, ...]]] = {
-        "data.too_long": ("drop", "error"),
         "data.train_on_source": (False,),
         "train.z_loss": (0.0,),
     }

@@ -129,7 +129,11 @@ def test_a_token_across_the_end_of_the_prompt_counts():
 @pytest.mark.parametrize(
     "row, message",
     [
-        ({"prompt": "a", "chosen": "x"}, "'chosen' and 'rejected' must be texts or lists"),
+        (
+            {"prompt": "a", "choosen": "x", "rejected": "y"},
+            "'chosen' must be set; the record has prompt, choosen, rejected; data.fields maps",
+        ),
+        (SHORT | {"rejected": 3}, "'chosen' and 'rejected' must be texts or lists"),
         ({"prompt": 3, "chosen": "x", "rejected": "y"}, "'prompt' must be text or a list"),
         ({"prompt": "a", "chosen": "x", "rejected": "x"}, "'chosen' and 'rejected' must differ"),
         ({"prompt": "a", "chosen": "", "rejected": "x"}, "'chosen' must have an answer of the"),
@@ -137,7 +141,11 @@ def test_a_token_across_the_end_of_the_prompt_counts():
             {"chosen": [QUESTION, GOOD], "rejected": [QUESTION]},
             "'chosen' and 'rejected' must start with the same message",
         ),
-        ({"chosen": [GOOD], "rejected": [BAD]}, "'prompt' must be set, or be the first messages"),
+        (
+            {"question": "a", "chosen": [GOOD], "rejected": [BAD]},
+            "'prompt' must be set, or be the first messages of both answers; "
+            "the record has question, chosen, rejected; data.fields maps other names",
+        ),
         ({"chosen": f"{HUMAN} x", "rejected": "y"}, "'rejected' must consist of"),
         (SHORT | {"images": ["x"]}, "'images' must be empty"),
     ],
@@ -235,6 +243,17 @@ def test_truncation_is_refused():
         objective = choose(config.objective, ModelConfig())
         with pytest.raises(ValueError, match=f"data.{key}=.*with objective.type=dpo"):
             check(objective, ModelConfig(), flatten(config), flatten(Config()))
+
+
+def test_advice_on_long_records_leaves_out_what_is_refused(tmp_path):
+    data = opened(tmp_path, [SHORT | {"prompt": "x" * 90}] * 3)
+    how = dict(seq_len=64, encoding=encoding())
+    for too_long, advice in (("drop", "raise it"), ("error", "raise it, or set .*too_long to drop")):
+        with pytest.raises(ValueError, match=f"train.seq_len=64; {advice}$"):
+            train_loader(data, BYTE, DataConfig(too_long=too_long), batch_size=1, **how)
+    checked = data_check(data, [], BYTE, DataConfig(), **how)
+    checked.run()
+    assert "data.too_long: drop or error" in " ".join(" ".join(checked.summary()).split())
 
 
 def test_tokens_must_differ(tokenizers):

@@ -191,7 +191,7 @@ def test_a_preview_shows_both_texts(command, capsys):
 BAD = {
     "truncated at the start": (
         ["--data.too_long=truncate_left"],
-        "too_long=truncate_left: must not be set",
+        "data.too_long=truncate_left: must be drop or truncate_right or error",
     ),
     "format": (
         ["--data.format=messages"],
