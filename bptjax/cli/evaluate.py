@@ -46,7 +46,7 @@ def run(args: Namespace) -> int:
     for name in reversed(args.model):
         pretrained, tokenizer = opened[name]
         if len(opened) > 1:
-            print(f"model: {name}")
+            print(f"measuring {name}")
         how: dict[str, Any] = dict(tp=args.tp, sp=args.sp, cached=(1, longest))
         model = load_opened(pretrained, args.dtype, args.device, warn, **how)
         if (length := trained_length(name, model)) is not None:
@@ -56,9 +56,7 @@ def run(args: Namespace) -> int:
                 found = evaluation.rows(name, model, tokenizer)
             rows[kind] = [dict(model=name) | row for row in found] + rows[kind]
             if name == args.model[0]:
-                _report(evaluation, rows[kind], args.out / kind, sorted(set(trained.values())))
-            else:
-                Console().print(evaluation.table(rows[kind]))
+                _report(evaluation, rows[kind], args.out / kind, trained)
         # Before the next model is loaded.
         del model
     for name in args.model:
@@ -123,7 +121,7 @@ def trained_length(name: str, model: Decoder) -> int | None:
 
 
 def _report(
-    evaluation: Evaluation, rows: list[dict[str, Any]], file: Path, trained: list[int]
+    evaluation: Evaluation, rows: list[dict[str, Any]], file: Path, trained: dict[str, int]
 ) -> None:
     Console().print(evaluation.table(rows))
     file.parent.mkdir(parents=True, exist_ok=True)

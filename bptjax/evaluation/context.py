@@ -60,9 +60,9 @@ def _grid(rows: list[dict[str, Any]], form: str) -> tuple[list[int], list[str], 
     return lengths, names, {(row["task"], row["length"]): form.format(**row) for row in rows}
 
 
-def plot_context(rows: list[dict[str, Any]], file: Path, trained: list[int]) -> None:
-    """Plots scores by length and task, in a panel per model. Lines separate lengths beyond trained
-    lengths."""
+def plot_context(rows: list[dict[str, Any]], file: Path, trained: dict[str, int]) -> None:
+    """Plots scores by length and task, in a panel per model. A line separates lengths beyond the
+    trained length."""
     lengths, names, _ = _grid(rows, "")
     models = by_model(rows)
     figure, panels = new_figure(max(6.0, 0.8 * len(lengths) + 4), len(models))
@@ -79,9 +79,10 @@ def plot_context(rows: list[dict[str, Any]], file: Path, trained: list[int]) -> 
         axes.set_xticks(range(len(lengths)), [f"{n:,}" for n in lengths])
         axes.set_yticks(range(len(names)), names)
         figure.colorbar(image, label="score")
-        for each in trained:
-            if (within := sum(n <= each for n in lengths)) < len(lengths):
-                mark(axes, within - 0.5, each)
+        each = trained.get(some[0]["model"], lengths[-1])
+        if (within := sum(n <= each for n in lengths)) < len(lengths):
+            mark(axes, within - 0.5, f"trained length, {each:,}")
+            axes.legend(fontsize="small", loc="upper right")
     figure.savefig(file, dpi=120)
 
 

@@ -218,10 +218,10 @@ def _long_perplexity(rows: list[dict[str, Any]]) -> str:
     return text + f"{np.exp(loss):.4g}"
 
 
-def plot_perplexity(rows: list[dict[str, Any]], file: Path, trained: list[int]) -> None:
+def plot_perplexity(rows: list[dict[str, Any]], file: Path, trained: dict[str, int]) -> None:
     """Plots perplexity against position, for each model. Lines mark trained lengths, in tokens."""
-    figure, (axes,) = new_figure()
     short, models = rows[0].get("short_context"), by_model(rows)
+    figure, (axes,) = new_figure(height=3.8 + 0.5 * (len(models) - 1 + bool(short)))
     (ranges, *_) = models.values()
     edges = [row["start"] for row in ranges] + [ranges[-1]["end"]]
     how: dict[str, Any] = dict(baseline=None, linewidth=2)
@@ -233,17 +233,18 @@ def plot_perplexity(rows: list[dict[str, Any]], file: Path, trained: list[int]) 
             dashed = dict(label=", ".join([*names, f"last {short:,} tokens only"]), linestyle="--")
             values = [row["short_perplexity"] for row in some]
             axes.stairs(values, edges, color=f"C{i}", **dashed, **how)
-    if short or len(models) > 1:
-        axes.legend(fontsize="small")
+        length = trained.get(some[0]["model"])
+        # A mark far beyond the data would squeeze the plot.
+        if length is not None and length <= 1.25 * edges[-1]:
+            mark(axes, length, ", ".join([*names, f"trained length, {length:,}"]), f"C{i}")
+    if any(axes.get_legend_handles_labels()):
+        # Curves may go anywhere in the axes.
+        figure.legend(fontsize="small", loc="outside lower center")
     axes.set(xlabel="position (tokens)", ylabel="perplexity", title=_title(rows))
     values = [row["perplexity"] for row in rows]
     if max(values) > LOG_SCALE * min(values):
         axes.set_yscale("log")
     axes.grid(alpha=0.3)
-    for length in trained:
-        # A mark far beyond the data would squeeze the plot.
-        if length <= 1.25 * edges[-1]:
-            mark(axes, length, length)
     figure.savefig(file, dpi=120)
 
 

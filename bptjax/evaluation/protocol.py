@@ -23,8 +23,8 @@ class Evaluation(Protocol):
     longest: int | None
 
     @property
-    def plot(self) -> Callable[[list[dict[str, Any]], Path, list[int]], None] | None:
-        """Function that plots the rows to a file, given the known trained lengths of the models, in
+    def plot(self) -> Callable[[list[dict[str, Any]], Path, dict[str, int]], None] | None:
+        """Function that plots the rows to a file, given the known trained length of each model, in
         tokens. None for an evaluation without a plot."""
 
     def __init__(self, args: Namespace):
