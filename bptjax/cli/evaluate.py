@@ -36,7 +36,7 @@ def run(args: Namespace) -> int:
     opened = {name: open_decoder(name, args.tokenizer, warn) for name in args.model}
     longest = max(each.longest or 1 for each in chosen.values())
     for name, (pretrained, tokenizer) in opened.items():
-        if line := length_warning(pretrained.config, longest):
+        if line := length_warning(pretrained.config, longest, name):
             warn(line)
         for evaluation in chosen.values():
             evaluation.check(name, tokenizer)

@@ -179,13 +179,13 @@ def continuations(
             return
 
 
-def length_warning(config: ModelConfig, length: int) -> str | None:
+def length_warning(config: ModelConfig, length: int, name: str = "the model") -> str | None:
     """Returns a warning if `length` tokens exceed the model's positions, else None."""
     if not config.exceeds_positions(length):
         return None
     return (
         f"warning: {length:,} tokens are beyond the {config.max_position_embeddings:,} positions "
-        "that the model was trained for; expect worse text there"
+        f"that {name} was trained for; expect worse text there"
     )
 
 
