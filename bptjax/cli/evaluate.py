@@ -110,6 +110,28 @@ def check_flags(args: Namespace) -> None:
     if not there.is_dir():
         raise ValueError(f"--out={args.out}: must be a directory, but {there} is a file")
     check_seed("--seed", args.seed)
+    for name, kind in EVALUATIONS.items():
+        if kind.asked(args):
+            _check_other_models(args.out / f"{name}.json", args.model)
+
+
+def _check_other_models(file: Path, names: list[str]) -> None:
+    """Checks that no measurements of other models would be replaced.
+
+    Raises:
+      ValueError: the file has rows of other models, or is damaged.
+    """
+    try:
+        found = [row["model"] for row in json.loads(file.read_text())] if file.exists() else []
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        text = f"{file}: must hold the rows of an evaluation; choose another --out"
+        raise ValueError(text) from error
+    for other in found:
+        if other not in names:
+            raise ValueError(
+                f"--out={file.parent}: {file.name} has rows of the model {other}; "
+                "choose another --out"
+            )
 
 
 def trained_length(name: str, model: Decoder) -> int | None:

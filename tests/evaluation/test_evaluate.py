@@ -150,6 +150,10 @@ def test_command_line(tmp_path, capsys, model, monkeypatch):
     for name, count in (("perplexity", 2), ("tasks", 1)):
         assert len(json.loads((tmp_path / "out" / f"{name}.json").read_text())) == count
         assert (tmp_path / "out" / f"{name}.png").stat().st_size > 1000
+    options[1] = "other"
+    assert evaluate.main([*options, "--out", str(tmp_path / "out")]) == 2
+    error = capsys.readouterr().err
+    assert "perplexity.json has rows of the model it; choose another --out" in error
 
 
 @pytest.mark.thorough
@@ -163,9 +167,11 @@ def test_two_models_in_one_call(tmp_path, capsys, model, monkeypatch):
     command = ["--model=a", "--model=b", data, f"--out={out}", "--save_prompts"]
     more = ["--perplexity=64", "--tasks=passkey", "--lengths=500", "--samples=1"]
     assert evaluate.main([*command, *more]) == 0
+    said = capsys.readouterr().out
+    assert said.index("measuring b") < said.index("measuring a") < said.index("Perplexity by pos")
+    assert said.count("Perplexity by position") == 1
     assert evaluate.main([*command, "--seq_len=64"]) == 0
     said, losses = capsys.readouterr().out, []
-    assert said.index("model: b") < said.index("model: a")
     for name, count in (("perplexity", 16), ("tasks", 2), ("held_out", 2)):
         rows = json.loads((out / f"{name}.json").read_text())
         assert [row["model"] for row in rows] == ["a"] * (count // 2) + ["b"] * (count // 2)
@@ -176,7 +182,7 @@ def test_two_models_in_one_call(tmp_path, capsys, model, monkeypatch):
     assert capsys.readouterr().out.count("1 row of the same settings kept") == 2
     assert len(json.loads((out / "tasks.json").read_text())) == 2
     assert evaluate.main(["--model=a", *more[1:], f"--out={out}"]) == 2
-    assert "tasks.json has rows with model=b, not model=a" in capsys.readouterr().err
+    assert "tasks.json has rows of the model b; choose another" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -267,9 +273,10 @@ def test_tables_and_plots_of_two_models(tmp_path, monkeypatch):
     assert [line.split("│")[1].strip() for line in text.splitlines() if " 0.12 " in line] == [
         *("passkey", "passkey", "variable_tracking", "variable_tracking")
     ]
-    context.plot_context(rows, tmp_path, [2**13, 2**15])
+    context.plot_context(rows, tmp_path, dict(zip(models, (2**13, 2**15), strict=True)))
     first, second = saved[-1][:2]
-    assert second.get_title() == "Scores by task, extended" and len(first.lines) == 2
+    assert second.get_title() == "Scores by task, extended"
+    assert [list(axes.lines[0].get_xdata()) for axes in (first, second)] == [[0.5] * 2, [2.5] * 2]
     ranges = [dict(start=1, end=50, documents=1), dict(start=51, end=99, documents=1)]
     values = dict(loss=2.0, short_loss=2.0, short_perplexity=8.0, short_context=9, long_tokens=0)
     rows = [
@@ -280,11 +287,21 @@ def test_tables_and_plots_of_two_models(tmp_path, monkeypatch):
     text = printed(perplexity.perplexity_table(rows))
     assert re.findall(r"1 to 50 |51 to 99 ", text) == ["1 to 50 ", "1 to 50 ", *["51 to 99 "] * 2]
     assert "extended: LongPPL, of 0 tokens" in text and max(map(len, text.splitlines())) <= 80
-    perplexity.plot_perplexity(rows, tmp_path, [40, 80])
+    perplexity.plot_perplexity(rows, tmp_path, dict(zip(models, (40, 80), strict=True)))
     (axes,) = saved[-1]
-    assert axes.get_yscale() == "log" and len(axes.patches) == 4 and len(axes.lines) == 2
-    labels = [text.get_text() for text in axes.get_legend().get_texts()]
-    assert "extended, full context" in labels and "extended, last 9 tokens only" in labels
+    assert axes.get_yscale() == "log" and len(axes.patches) == 4
+    assert [(line.get_color(), line.get_xdata()[0]) for line in axes.lines] == [
+        ("C0", 40),
+        ("C1", 80),
+    ]
+    assert axes.get_legend() is None, "it would cover curves"
+    (legend,) = axes.figure.legends
+    labels = [text.get_text() for text in legend.get_texts()]
+    assert labels[3:] == [
+        "extended, full context",
+        "extended, last 9 tokens only",
+        "extended, trained length, 80",
+    ]
 
 
 def test_plots_mark_the_trained_length(tmp_path, monkeypatch):
@@ -294,13 +311,14 @@ def test_plots_mark_the_trained_length(tmp_path, monkeypatch):
     saved = []
     monkeypatch.setattr(Figure, "savefig", lambda self, *_, **__: saved.append(self.axes[0]))
     rows = named([dict(start=1, end=50, documents=1, perplexity=3.0)])
-    for trained in ([], [40], [4000]):
+    for trained in ({}, dict(it=40), dict(it=4000)):
         perplexity.plot_perplexity(rows, tmp_path, trained)
     none, marked, beyond = saved
     assert [len(axes.lines) for axes in (none, beyond)] == [0, 0]
     assert list(marked.lines[0].get_xdata()) == [40, 40]
-    assert marked.get_legend().get_texts()[0].get_text() == "trained length, 40"
-    context.plot_context(scores([32, 64, 128], ["passkey", "record"]), tmp_path, [64])
+    assert marked.figure.legends[0].get_texts()[0].get_text() == "trained length, 40"
+    assert not none.figure.legends
+    context.plot_context(scores([32, 64, 128], ["passkey", "record"]), tmp_path, dict(it=64))
     axes = saved[-1]
     assert list(axes.lines[0].get_xdata()) == [1.5, 1.5]
     assert [text.get_text() for text in axes.texts] == [

@@ -298,7 +298,7 @@ def test_rows_are_kept_under_the_same_settings(command, capsys):
     assert "tasks.json has rows with seed=0, not seed=1; choose" in capsys.readouterr().err
     (out / "tasks.json").write_text("{")
     assert command(*flags, "700")[0] == 2
-    assert "tasks.json: must hold the rows of --tasks" in capsys.readouterr().err
+    assert "tasks.json: must hold the rows of an evaluation" in capsys.readouterr().err
 
 
 def test_questions_need_their_files(command, capsys):
