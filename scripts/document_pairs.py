@@ -25,6 +25,7 @@ from typing import NamedTuple
 
 from bptjax.data.preferences import CHOSEN, PROMPT, REJECTED
 from bptjax.data.tokenizer import Tokenizer
+from bptjax.run.output import describe
 from bptjax.tasks import QUESTIONS, TASKS
 from bptjax.tasks.questions import ANSWER, DOCUMENT, QUESTION, Questions
 from bptjax.tasks.sample import Sample, Sampler, encoder
@@ -168,8 +169,14 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--lengths", type=int, nargs="+", default=lengths, help=text)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
-    _, tokenizer = open_decoder(args.model, None, lambda line: print(line, file=sys.stderr))
-    encode = encoder(tokenizer, chat=True)
+    for file in (args.train, args.held_out):
+        if not file.is_file():
+            parser.error(f"{file}: must be a file of documents")
+    try:
+        _, tokenizer = open_decoder(args.model, None, lambda line: print(line, file=sys.stderr))
+        encode = encoder(tokenizer, chat=True)
+    except (OSError, ValueError) as error:
+        parser.error(describe(error))
     args.out.mkdir(parents=True, exist_ok=True)
     known: Collection[str] = ()
     for documents, count, questions, pairs in (

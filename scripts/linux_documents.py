@@ -49,7 +49,7 @@ def held_out(name: str) -> bool:
     return hashlib.sha256(top.encode()).digest()[0] < 16
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("tarball", type=Path)
     parser.add_argument("out", type=Path)
@@ -57,8 +57,14 @@ def main() -> None:
     parser.add_argument("--most", type=int, default=600_000, help="characters of a document")
     parser.add_argument("--total", type=int, default=120_000_000, help="characters to train on")
     parser.add_argument("--held_out", type=int, default=20_000_000, help="characters held out")
-    args = parser.parse_args()
-    made = list(documents(read_directories(args.tarball), args.least, args.most))
+    args = parser.parse_args(argv)
+    try:
+        directories = read_directories(args.tarball)
+    except (OSError, EOFError, tarfile.TarError) as error:
+        # Errors of tarfile have a line for each compression.
+        reason = getattr(error, "strerror", None) or str(error).partition(":")[0]
+        parser.error(f"{args.tarball}: {reason}")
+    made = list(documents(directories, args.least, args.most))
     random.Random(0).shuffle(made)
     args.out.mkdir(parents=True, exist_ok=True)
     for name, most in (("train", args.total), ("held_out", args.held_out)):

@@ -5,6 +5,7 @@ import json
 import re
 
 import document_pairs
+import linux_documents
 import pytest
 from chats import CHATML, raw_tokenizer
 from weights.hf.cases import config
@@ -101,6 +102,23 @@ def test_the_seed_determines_the_files(made):
     for file in first.iterdir():
         assert file.read_bytes() == (again / file.name).read_bytes()
         assert file.read_bytes() != (other / file.name).read_bytes()
+
+
+def test_wrong_paths_are_one_line(tmp_path, capsys):
+    (tmp_path / "file.jsonl").touch()
+    there, gone = str(tmp_path / "file.jsonl"), str(tmp_path / "gone")
+    for flags in (
+        [f"--model={gone}", f"--train={there}", f"--held_out={there}"],
+        [f"--model={there}", f"--train={gone}", f"--held_out={there}"],
+    ):
+        with pytest.raises(SystemExit, match="2"):
+            document_pairs.main([*flags, f"--out={tmp_path / 'out'}"])
+        assert f"{gone}: must be a " in capsys.readouterr().err.splitlines()[-1]
+    for tarball, message in ((gone, "No such file or directory"), (there, "file could not be opened")):
+        with pytest.raises(SystemExit, match="2"):
+            linux_documents.main([tarball, str(tmp_path / "out")])
+        assert f"error: {tarball}: {message}" in capsys.readouterr().err.splitlines()[-1]
+    assert not (tmp_path / "out").exists()
 
 
 def test_too_few_questions_are_refused(made):
