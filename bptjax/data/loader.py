@@ -130,10 +130,10 @@ def _first_example(records: AnyRecords, shard: int, shards: int, source: str) ->
     if too_long:
         reader = records.reader
         truncated = " or ".join(each for each in reader.choices if each.startswith("truncate"))
+        or_set = f", or set data.too_long to {truncated}"
         raise ValueError(
             f"the {documents}: all {too_long} records with tokens in the loss are longer than "
-            f"train.seq_len={reader.seq_len}; raise it"
-            + f", or set data.too_long to {truncated}" * bool(truncated)
+            f"train.seq_len={reader.seq_len}; raise it{truncated and or_set}"
         )
     if bad:
         raise ValueError(

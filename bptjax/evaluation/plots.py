@@ -3,9 +3,7 @@
 from typing import Any
 
 
-def new_figure(
-    width: float = 6.0, panels: int = 1, height: float = 3.8
-) -> tuple[Any, list[Any]]:
+def new_figure(width: float = 6.0, panels: int = 1, height: float = 3.8) -> tuple[Any, list[Any]]:
     """Returns a figure without a window, and the axes of its panels, side by side. `width` and
     `height` are those of a panel, in inches."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg

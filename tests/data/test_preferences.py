@@ -248,7 +248,10 @@ def test_truncation_is_refused():
 def test_advice_on_long_records_leaves_out_what_is_refused(tmp_path):
     data = opened(tmp_path, [SHORT | {"prompt": "x" * 90}] * 3)
     how = dict(seq_len=64, encoding=encoding())
-    for too_long, advice in (("drop", "raise it"), ("error", "raise it, or set .*too_long to drop")):
+    for too_long, advice in (
+        ("drop", "raise it"),
+        ("error", "raise it, or set .*too_long to drop"),
+    ):
         with pytest.raises(ValueError, match=f"train.seq_len=64; {advice}$"):
             train_loader(data, BYTE, DataConfig(too_long=too_long), batch_size=1, **how)
     checked = data_check(data, [], BYTE, DataConfig(), **how)

@@ -111,7 +111,7 @@ def test_messages_go_through_the_template(tokenizers):
         ({"prompt": None}, "'prompt' must be text or a list"),
         (
             {"question": "a", "completion": "b", "good": True},
-            "'prompt' and 'label' must be set; the record has question, completion, good; data.fields",
+            "'prompt' and 'label' must be set; the record has question, completion, good; data",
         ),
     ],
 )

@@ -114,7 +114,10 @@ def test_wrong_paths_are_one_line(tmp_path, capsys):
         with pytest.raises(SystemExit, match="2"):
             document_pairs.main([*flags, f"--out={tmp_path / 'out'}"])
         assert f"{gone}: must be a " in capsys.readouterr().err.splitlines()[-1]
-    for tarball, message in ((gone, "No such file or directory"), (there, "file could not be opened")):
+    for tarball, message in (
+        (gone, "No such file or directory"),
+        (there, "file could not be opened"),
+    ):
         with pytest.raises(SystemExit, match="2"):
             linux_documents.main([tarball, str(tmp_path / "out")])
         assert f"error: {tarball}: {message}" in capsys.readouterr().err.splitlines()[-1]
