@@ -17,8 +17,9 @@ from bptjax.config import Config
 REFERENCE = Path(__file__).parents[1] / "docs" / "config.md"
 HEAD = """# Config
 
-Every key of a config, by group. `.venv/bin/python scripts/config_reference.py` writes this page from the
-dataclasses. In a YAML file a group is a mapping; on the command line a key is `--group.key=value`.
+Every key of a config, by group. `.venv/bin/python scripts/config_reference.py` writes this page
+from the dataclasses. In a YAML file a group is a mapping; on the command line a key is
+`--group.key=value`.
 `bptjax train --print_config` prints all keys as YAML, and `bptjax train --help` explains them.
 [training.md](training.md#defaults-depend-on-the-work) lists the defaults that depend on the work.
 """
