@@ -46,7 +46,7 @@ from bptjax.data.unpaired import read_unpaired, with_another  # noqa: E402
 from bptjax.models.config import ModelConfig  # noqa: E402
 from bptjax.models.execution import ExecutionConfig  # noqa: E402
 from bptjax.models.params import param_path  # noqa: E402
-from bptjax.objectives import ObjectiveConfig  # noqa: E402
+from bptjax.objectives import ObjectiveConfig, dpo  # noqa: E402
 from bptjax.objectives.preferences import AnswersObjective  # noqa: E402
 from bptjax.objectives.reference import Referring  # noqa: E402
 from bptjax.parallel.mesh import ParallelConfig, make_mesh  # noqa: E402
@@ -81,8 +81,7 @@ FAMILIES = {
 BETA, SMOOTHING, T = 0.1, 0.1, 96
 # objective.type and objective.loss here.
 LOSSES: dict[str, dict[str, Any]] = {
-    name: dict(type="dpo", loss=name, beta=BETA)
-    for name in ("sigmoid", "robust", "hinge", "ipo", "sigmoid_norm", "apo_zero")
+    name: dict(type="dpo", loss=name, beta=BETA) for name in dpo.LOSSES
 }
 LOSSES["robust"]["label_smoothing"] = SMOOTHING
 WEIGHTS = dict(desirable_weight=1.5, undesirable_weight=0.7)

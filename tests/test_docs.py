@@ -178,6 +178,12 @@ def test_the_test_command_is_one():
     assert f"'{pattern}'" in (ROOT / ".ci" / "run").read_text()
 
 
+def test_the_printed_loss_is_the_code():
+    (code,) = (c for c in blocks(ROOT / "docs" / "extending.md") if "PairLoss(" in c)
+    source = (ROOT / "bptjax" / "objectives" / "dpo.py").read_text()
+    assert [part for part in code.split("\n\n") if part not in source] == []
+
+
 def test_the_config_reference_is_up_to_date():
     assert config_reference.REFERENCE.read_text() == config_reference.reference()
 

@@ -71,7 +71,7 @@ def _apo_zero(pairs: Pairs, beta: float, smoothing: float) -> PerPair:
 
 
 # Values of objective.loss.
-LOSSES = {
+LOSSES: dict[str, PairLoss] = {
     "sigmoid": PairLoss(_sigmoid, smoothed=True),
     "robust": PairLoss(_robust, smoothed=True),
     "hinge": PairLoss(_hinge),
