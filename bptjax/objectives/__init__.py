@@ -59,8 +59,8 @@ class ObjectiveConfig:
         and sigmoid_norm of dpo.
       sft_weight: weight of the negative log-likelihood of the better answer, per token, in dpo and
         simpo.
-      share_prompt: keep one copy of the prompt of a record for both answers, in preference losses
-        of models whose layers all have attention.
+      share_prompt: keep one copy of the prompt of a record for both answers, in preference losses.
+        Requires a model whose layers all have attention, and is the default there.
       desirable_weight: factor on the losses of good answers in kto. 1.
       undesirable_weight: factor on the losses of bad answers in kto. 1.
       gamma: margin between the answers in simpo.
@@ -125,7 +125,7 @@ def choose(config: ObjectiveConfig, model: ModelConfig) -> Objective:
     chosen = config.of(OBJECTIVES[name])
     if not chosen.fits(model):
         raise ValueError(f"objective.type={name}: requires {chosen.needs}")
-    return chosen
+    return chosen.of_model(model)
 
 
 def check_formats(data: DataConfig) -> None:

@@ -84,7 +84,7 @@ class KTO(Referring):
     def encoding(self, model: ModelConfig) -> Encoding:
         return replace(
             super().encoding(model),
-            encode=partial(encode_unpaired, shared=self.share_prompt),
+            encode=partial(encode_unpaired, shared=bool(self.share_prompt)),
             parts=partial(described_parts, names=KINDS),
             pick=with_another,
         )

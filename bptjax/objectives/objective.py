@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import jax.numpy as jnp
 from jax import Array
@@ -86,6 +86,10 @@ class Objective:
     def fits(self, model: ModelConfig) -> bool:
         """Returns whether the model has the head that this objective trains."""
         raise NotImplementedError
+
+    def of_model(self, model: ModelConfig) -> Self:
+        """Returns the objective with the values that depend on the model."""
+        return self
 
     def check(self, model: ModelConfig, keys: Mapping[str, Any]) -> None:
         """Checks the config of a run, `{"group.key": value}`.

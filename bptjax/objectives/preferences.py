@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
@@ -42,7 +42,7 @@ class AnswersObjective(Objective):
     }
 
     beta: float = 0.1
-    share_prompt: bool = False
+    share_prompt: bool | None = None
 
     def __post_init__(self):
         if not 0.0 < self.beta < math.inf:
@@ -51,9 +51,18 @@ class AnswersObjective(Objective):
     def fits(self, model: ModelConfig) -> bool:
         return model.causal
 
+    def of_model(self, model: ModelConfig) -> Self:
+        if self.share_prompt is not None:
+            return self
+        try:
+            check_trees(model)
+        except NotImplementedError:
+            return replace(self, share_prompt=False)
+        return replace(self, share_prompt=True)
+
     def describe(self) -> str:
         text = f"{self.name}, beta {self.beta:g}"
-        return text + ", one copy of each prompt" * self.share_prompt
+        return text + ", one copy of each prompt" * bool(self.share_prompt)
 
     def check(self, model: ModelConfig, keys: Mapping[str, Any]) -> None:
         if self.share_prompt:
@@ -66,7 +75,7 @@ class AnswersObjective(Objective):
                 )
 
     def encoding(self, model: ModelConfig) -> Encoding:
-        fields = (*FIELDS, ANSWERS, *["ends"] * self.share_prompt)
+        fields = (*FIELDS, ANSWERS, *["ends"] * bool(self.share_prompt))
         return replace(super().encoding(model), fields=fields)
 
     def count(self, batch: Mapping[str, Array]) -> Array:
@@ -110,7 +119,7 @@ class Preferences(AnswersObjective):
     )
 
     def encoding(self, model: ModelConfig) -> Encoding:
-        encode = partial(encode_preference, shared=self.share_prompt)
+        encode = partial(encode_preference, shared=bool(self.share_prompt))
         return replace(super().encoding(model), encode=encode, parts=described_parts)
 
     def loss(self, forward: ForwardPass) -> Losses:

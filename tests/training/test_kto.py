@@ -165,7 +165,8 @@ RECORDS = [
 def test_a_run(tmp_path, monkeypatch):
     """It begins at one half, from cached log-probabilities of both answers of each record."""
     monkeypatch.setattr("bptjax.training.setup.select_devices", lambda device: jax.devices()[:1])
-    assert run(tmp_path, RECORDS, "--train.num_eval_generations=2") == 0
+    flags = ["--train.num_eval_generations=2", "--objective.share_prompt=false"]
+    assert run(tmp_path, RECORDS, *flags) == 0
     found = read_metrics(tmp_path / "run" / "metrics.jsonl")
     start = next(each for each in found if "eval/loss" in each)
     assert abs(start["eval/loss"] - 0.5) < 1e-5 and abs(start["eval/kl"]) < 1e-5

@@ -16,7 +16,8 @@ from tiers import fast
 from bptjax.cli import evaluate
 from bptjax.cli.train import main
 from bptjax.models.config import ModelConfig
-from bptjax.objectives import ObjectiveConfig
+from bptjax.models.groups.linear_attention import LinearAttentionConfig
+from bptjax.objectives import ObjectiveConfig, choose
 from bptjax.objectives.dpo import DPO, LOSSES
 from bptjax.objectives.orpo import ORPO
 from bptjax.objectives.preferences import Pairs
@@ -204,7 +205,7 @@ def oracle(spec, state, formula, sft_weight=0.0):
     [
         ({}, lambda x, n: -jax.nn.log_sigmoid(BETA * (x[:, 0] - x[:, 1]))),
         pytest.param(
-            dict(share_prompt=True),
+            dict(share_prompt=False),
             lambda x, n: -jax.nn.log_sigmoid(BETA * (x[:, 0] - x[:, 1])),
             marks=pytest.mark.thorough,
         ),
@@ -358,7 +359,7 @@ def test_a_run(folder):
     assert found[6, "train/loss"] < found[1, "train/loss"]
     assert {"eval/rewards/accuracies", "eval/rewards/margins"} <= {name for _, name in found}
     log = (folder / "run" / "log.txt").read_text()
-    assert "objective: dpo, beta 0.1, loss sigmoid, reference log-probabilities from" in log
+    assert "objective: dpo, beta 0.1, one copy of each prompt, loss sigmoid, reference" in log
     assert "learning rate 0.01" in log and "reference: scored 20 different pairs once" in log
     report = (folder / "run" / "report.html").read_text()
     assert "reward margin by optimizer step" in report and "eval/rewards/accuracies" in report
@@ -448,6 +449,24 @@ def test_an_evaluation_of_a_finished_run(folder, tmp_path, capsys, reference):
     assert code == 2 and error.count("\n") == 1
     assert "others.jsonl, record 1: no log-probabilities in reference.npz" in error
     assert "evaluate those, or start a run that holds this file out" in error
+
+
+def test_prompts_are_shared_where_layers_read_trees():
+    """By default; a named value is kept."""
+    linear = replace(
+        MODEL,
+        layer_types=["linear_attention", "full_attention"],
+        num_layers=2,
+        linear_attention=LinearAttentionConfig(2, 4, 8, 4),
+    )
+    for model, shared in ((MODEL, True), (linear, False)):
+        for kind in ("dpo", "kto"):
+            chosen = choose(ObjectiveConfig(type=kind), model)
+            assert chosen.share_prompt is shared
+            assert ("ends" in chosen.encoding(model).fields) is shared
+            for value in (True, False):
+                config = ObjectiveConfig(type=kind, share_prompt=value)
+                assert choose(config, model).share_prompt is value
 
 
 @pytest.mark.parametrize(
