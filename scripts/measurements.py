@@ -63,8 +63,8 @@ def settings(row: Row) -> str:
         group, name = key.split(".")
         if group == "execution" and (name, value) != ("ffn_chunk", row["T"]):
             said.append(f"`{name}: {value}`".replace("'", ""))
-        elif key == "optimizer.state_dtype":
-            said.append(f"`state_dtype: {value}`")
+        elif key in ("optimizer.state_dtype", "train.linear"):
+            said.append(f"`{name}: {value}`")
     return ", ".join(said)
 
 
@@ -94,15 +94,16 @@ def speed(row: Row) -> float:
 
 def in_less_memory() -> list[tuple[str, Row, Row]]:
     """Returns the fastest step of each work that needs at most the GPU memory of the peer, with the
-    name of the work and the peer of the same run."""
+    name of the work and the peer of the same run; steps in float8 apart."""
     found = {}
     for work, name in WORKS.items():
         for row, peer in sorted(pairs(name), key=lambda pair: speed(pair[0])):
             if peer and "note" not in peer and memory_gib(row) <= memory_gib(peer):
-                decoder = row["decoder"]
-                found[work, decoder, row["T"]] = f"{work}, {DECODERS[decoder]}", row, peer
+                decoder, linear = row["decoder"], row["settings"].get("train.linear", "")
+                text = f"{work}, {DECODERS[decoder]}" + f", {linear}" * bool(linear)
+                found[work, decoder, row["T"], linear] = text, row, peer
     order = list(WORKS), list(DECODERS)
-    keys = sorted(found, key=lambda k: (order[0].index(k[0]), order[1].index(k[1]), k[2]))
+    keys = sorted(found, key=lambda k: (order[0].index(k[0]), order[1].index(k[1]), *k[2:]))
     return [found[key] for key in keys]
 
 

@@ -135,7 +135,34 @@ def draw_extension(file: Path, name: str) -> None:
     FigureCanvasAgg(figure).print_png(file)
 
 
+def draw_preferences(file: Path, name: str) -> None:
+    """Draws the share of right greedy answers before and after training on preferences, and the
+    accuracy and margin of held-out rewards during it."""
+    rows, figure = read(name), Figure(figsize=(9, 3.6), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    for n, (when, color) in enumerate((("before", "0.6"), ("after", "tab:blue"))):
+        own = [r for r in rows if r["when"] == when]
+        at = [i + (n - 0.5) * 0.38 for i in range(len(own))]
+        around = [[r["score"] - r["low"], r["high"] - r["score"]] for r in own]
+        around = list(zip(*around, strict=True))
+        scores = [r["score"] for r in own]
+        left.bar(at, scores, 0.36, yerr=around, color=color, label=when, capsize=3)
+        left.set_xticks(range(len(own)), [f"{r['length']:,}" for r in own])
+    left.set(xlabel="prompt length (tokens)", ylabel="share of right greedy answers", ylim=(0, 1))
+    left.set_title("Held-out questions, with 95 % intervals")
+    left.legend()
+    during = [r for r in rows if r["when"] == "during"]
+    for key in ("accuracies", "margins"):
+        values = [r[f"eval/rewards/{key}"] for r in during]
+        right.plot([r["step"] for r in during], values, "o-", label=f"eval/rewards/{key}")
+    right.set(xlabel="optimizer step", ylim=(0, 1))
+    right.set_title("Held-out pairs")
+    right.legend()
+    FigureCanvasAgg(figure).print_png(file)
+
+
 def main() -> None:
+    draw_preferences(RESULTS / "preferences_h200.png", "preferences_h200.jsonl")
     draw_extension(RESULTS / "extension_h200.png", "extension_h200.jsonl")
     draw_in_less_memory(RESULTS / "less_memory_h200.png")
     draw_memory_curves(RESULTS / "memory_speed_h200.png")

@@ -331,7 +331,7 @@ def plans() -> str:
         others = [
             f"`{key.partition('.')[2]}: {value}`"
             for key, value in row["settings"].items()
-            if key in ("adapter.type", "parallel.sp", "parallel.ep", "train.linear")
+            if key in ("adapter.type", "parallel.sp", "parallel.ep")
         ]
         others += [f"{row['layers']} layers"] if row.get("layers") == CUT else []
         body.append(
@@ -633,16 +633,35 @@ def trees() -> str:
         ("pair of 1/16", "causal"),
     ):
         for H in (128, 64):
-            tree, same = (found["triton", x, H] for x in (case, other))
-            body.append(
-                [
-                    case,
-                    str(H),
-                    *(f"{row['step_tflops']:.0f}" for row in (tree, same)),
-                    f"{tree['step_tflops'] / same['step_tflops']:.2f}",
-                ]
+            cells = [case, str(H)]
+            for name in ("fa4", "triton"):
+                tree, same = (found[name, x, H]["step_tflops"] for x in (case, other))
+                cells += [f"{tree:.0f}", f"{same:.0f}", f"{tree / same:.2f}"]
+            body.append(cells)
+    heads = [[f"`{name}`, tree", "without", "ratio"] for name in ("fa4", "triton")]
+    return table(["case", "head size", *heads[0], *heads[1]], body)
+
+
+def pair_peer() -> str:
+    """Steps on a pair of answers beside the same work in TRL."""
+    rows = read("pairs_peer_h200.jsonl")
+    peers = [r for r in rows if r.get("peer")]
+    body = []
+    for row in (r for r in rows if not r.get("peer") and r["attention"] == "fa4"):
+        answer, shared = row["answer"], row["settings"]["objective.share_prompt"]
+        prompt = (row["T"] - 2 * answer) // (1 if shared else 2) + 1
+        cells = [f"{prompt:,} + 2 × {answer:,}", "one" if shared else "two"]
+        cells += [f"{row['step_s']:.2f} s, {gib(row)}"]
+        for kept in (True, False):
+            theirs = [r for r in peers if (r["prompt"], r["answer"]) == (prompt, answer)]
+            best = min(
+                (r for r in theirs if r["checkpointing"] is not kept), key=lambda r: r["step_s"]
             )
-    return table(["case", "head size", "tree, TFLOP/s", "without, TFLOP/s", "ratio"], body)
+            ratio = best["step_s"] / row["step_s"]
+            cells += [f"{best['step_s']:.2f} s, {best['peak_gib']:.1f} GiB: {ratio:.2f}"]
+        body.append(cells)
+    head = ["prompt + answers", "copies of the prompt", "bptjax", "TRL, all activations kept"]
+    return table([*head, "TRL, gradient checkpointing"], body)
 
 
 def pair_steps() -> str:
@@ -731,6 +750,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "extension_ways": extension_ways,
     "trees": trees,
     "pair_steps": pair_steps,
+    "pair_peer": pair_peer,
     "host_events": host_events,
     "host_starts": host_starts,
 }

@@ -161,7 +161,8 @@ class TrainLoop:
         if self.patience_is_spent or self.done >= self.run.spec.steps:
             return
         self._name_slow_hosts()
-        self.checkpoints.prepare(checkpoint_view(self.run.spec, self.state))
+        if not self.run.spec.execution.offload:  # Else a save takes the memory of activations.
+            self.checkpoints.prepare(checkpoint_view(self.run.spec, self.state))
         if self.done == 0:
             self._eval()
         while True:
