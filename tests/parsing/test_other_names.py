@@ -162,5 +162,6 @@ def test_errors_of_evaluate_name_its_flags(tmp_path, capsys):
     assert capsys.readouterr().err.endswith(hint)
     assert cli.main([*command, f"--model={tmp_path / 'base'}", "--text_key=body"]) == 0
     capsys.readouterr()
+    command[-1] = f"--out={tmp_path / 'elsewhere'}"
     assert cli.main([*command, "--text_key=body", "--model=nowhere"]) == 2
     assert capsys.readouterr().err.startswith("error: --model=nowhere: must be a directory")
