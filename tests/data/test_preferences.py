@@ -162,7 +162,7 @@ def opened(tmp_path, rows):
 
 
 def encoding():
-    objective = choose(ObjectiveConfig("dpo"), ModelConfig())
+    objective = choose(ObjectiveConfig("dpo", share_prompt=False), ModelConfig())
     return objective.encoding(ModelConfig())
 
 

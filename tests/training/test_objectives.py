@@ -209,7 +209,8 @@ def test_auto_takes_the_objective_of_the_model():
     for name, case in CASES.items():
         own = "next_token" if case.model.causal else name
         assert choose(ObjectiveConfig(), case.model) == OBJECTIVES[own]
-        assert choose(ObjectiveConfig(name), case.model) == OBJECTIVES[name]
+        chosen = choose(ObjectiveConfig(name), case.model)
+        assert chosen == OBJECTIVES[name].of_model(case.model)
 
 
 @pytest.mark.parametrize(
