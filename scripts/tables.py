@@ -643,7 +643,7 @@ def trees() -> str:
 
 
 def pair_peer() -> str:
-    """Steps on a pair of answers beside the same work in TRL."""
+    """Compares steps on a pair of answers with TRL's."""
     rows = read("pairs_peer_h200.jsonl")
     peers = [r for r in rows if r.get("peer")]
     body = []

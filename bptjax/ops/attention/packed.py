@@ -1,5 +1,5 @@
-"""Where packed documents, and trees of tokens, begin in concatenated sequences: what
-FlashAttention-4 reads in place of a mask."""
+"""Starts and lengths of packed documents, and of the parts of trees, which FlashAttention-4 reads
+in place of a mask. Shapes: B sequences of T tokens, M documents."""
 
 from typing import NamedTuple
 
@@ -32,8 +32,8 @@ class Documents(NamedTuple):
 
 
 class Trees(NamedTuple):
-    """Trees of tokens in the concatenated sequences, each a prompt and its answers, as causal
-    documents and attention from documents to others without a mask.
+    """Trees of tokens in the concatenated sequences, each a prompt and its answers. Their attention
+    is causal inside each chain, and whole from `later` to `prompts`.
 
     Attributes:
       fit: whether each tree branches at one token at most, and there are fewer chains than M. If
@@ -79,7 +79,7 @@ def trees(ends: Int[Array, "B T"]) -> Trees:
     fit = (~real | prompt | (ends == chain_end)).all()
     fit &= (~real | start | (ends <= _before(ends))).all()
     fit &= start.sum() <= _most(ends)
-    # Where the prompt of a token's tree begins and ends.
+    # The first and last token of the prompt in each token's tree, the last one plus 1.
     begin = jax.lax.cummax(jnp.where(first, token, 0), 1)
     stop = jax.lax.cummax(jnp.where(prompt, token + 1, 0), 1)
     return Trees(
