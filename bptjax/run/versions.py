@@ -71,12 +71,13 @@ def describe_changes(saved: object) -> str:
     own = computing_versions()
     changed = {name: (saved.get(name), own.get(name)) for name in saved | own}
     changed = {name: pair for name, pair in changed.items() if pair[0] != pair[1]}
-    bptjax = changed.pop("bptjax", (own["bptjax"],) * 2)
+    bptjax = changed.pop("bptjax", (own.get("bptjax"),) * 2)
     lines = [
         f"{name} {then or 'absent'} → {now or 'absent'}" for name, (then, now) in changed.items()
     ]
     if "arithmetic" in changed:
-        lines[0] = f"bptjax {bptjax[0]} → {bptjax[1]} ({lines[0]})"
+        then, now = (x or "not installed" for x in bptjax)
+        lines[0] = f"bptjax {then} → {now} ({lines[0]})"
     return ", ".join(lines)
 
 

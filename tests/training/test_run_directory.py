@@ -20,6 +20,7 @@ from bptjax.config_parser import parse
 from bptjax.models.config import ModelConfig
 from bptjax.models.execution import ExecutionConfig
 from bptjax.parsing.keys import flatten
+from bptjax.run import versions
 from bptjax.run.checkpoint_files import HALF_WRITTEN, write_manifest
 from bptjax.run.output import leftovers
 from bptjax.training.run_directory import (
@@ -104,6 +105,18 @@ def test_a_resumed_run_says_which_versions_have_changed(
     out = " ".join(capsys.readouterr().out.split())
     text = "step 20 was saved by other versions, so the run is no longer bit-exact: "
     assert re.search(text + reason, out) if reason else text not in out
+
+
+def test_code_that_is_not_installed_has_no_version(monkeypatch):
+    """As on a cluster where PYTHONPATH names the clone."""
+    with_version = versions.computing_versions()
+    find = versions.installed
+    monkeypatch.setattr(versions, "installed", lambda x: None if x == "bptjax" else find(x))
+    own = versions.computing_versions()
+    assert versions.describe_changes(own) == versions.describe_changes(with_version) == ""
+    assert "bptjax not installed → not installed (" in versions.describe_changes(
+        own | dict(arithmetic="0")
+    )
 
 
 CHANGES = [
