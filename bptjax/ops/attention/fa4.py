@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jaxtyping import Float
+from jaxtyping import Bool, Float, Int
 
 import bptjax.ops.attention.cudnn as cudnn
 import bptjax.ops.attention.library_kernels as library_kernels
@@ -115,8 +115,8 @@ def forward(x: QKV, spec: AttentionSpec) -> AttentionState:
     mask = spec.mask
     if mask.ends is not None:
         found = trees(jnp.asarray(mask.ends))
-        passes = partial(_forward_trees, found=found, spec=spec)
-        return jax.lax.cond(found.fit, passes, partial(FALLBACK.forward, spec=spec), x)
+        ours = (partial(y, found=found, spec=spec) for y in (_forward_chains, _forward_trees))
+        return jax.lax.switch(_way(found), (partial(FALLBACK.forward, spec=spec), *ours), x)
     if mask.segments is None:
         return _forward(x, spec)
     packing = documents(jnp.asarray(mask.segments))
@@ -130,9 +130,9 @@ def backward(
     mask = spec.mask
     if mask.ends is not None:
         found = trees(jnp.asarray(mask.ends))
-        passes = partial(_backward_trees, found=found, spec=spec)
-        general = partial(FALLBACK.backward, spec=spec)
-        return jax.lax.cond(found.fit, passes, general, x, state, dout)
+        ours = (partial(y, found=found, spec=spec) for y in (_backward_chains, _backward_trees))
+        ways = partial(FALLBACK.backward, spec=spec), *ours
+        return jax.lax.switch(_way(found), ways, x, state, dout)
     if mask.segments is None:
         return _backward(x, state, dout, spec)
     packing = documents(jnp.asarray(mask.segments))
@@ -140,34 +140,47 @@ def backward(
     return FALLBACK.backward(x, state, dout, spec, (packing.fit, results))
 
 
-def _passes(found: Trees, spec: AttentionSpec) -> tuple[tuple[AttentionSpec, Packing], ...]:
-    """Returns the calls for trees: attention along the chains, and from the later answers to their
-    prompts."""
-    chains, above = (replace(spec, mask=Mask(causal)) for causal in (True, False))
-    return (chains, (found.chains, found.chains)), (above, (found.later, found.prompts))
+def _way(found: Trees) -> Int[Array, ""]:
+    """Returns 0 for trees that the kernels do not take, 1 if no tree branches, and 2 otherwise."""
+    return jnp.where(found.fit, 1 + found.in_later.any().astype(jnp.int32), 0)
+
+
+def _forward_chains(x: QKV, found: Trees, spec: AttentionSpec) -> AttentionState:
+    spec = replace(spec, mask=Mask(causal=True))
+    state = _forward(x, spec, (found.chains, found.chains))
+    return _only(state, found.real)
 
 
 def _forward_trees(x: QKV, found: Trees, spec: AttentionSpec) -> AttentionState:
-    own, above = (_forward(x, *each) for each in _passes(found, spec))
-    states = (
-        AttentionState(
-            jnp.where(at[..., None, None], y.out, 0), jnp.where(at[..., None], y.lse, -jnp.inf)
-        )
-        for y, at in ((own, found.real), (above, found.in_later))
-    )
-    state = merge_states(*states)
+    above = _forward(x, replace(spec, mask=Mask()), (found.later, found.prompts))
+    state = merge_states(_forward_chains(x, found, spec), _only(above, found.in_later))
     return state._replace(out=state.out.astype(x.q.dtype))
+
+
+def _only(state: AttentionState, at: Bool[Array, "B T"]) -> AttentionState:
+    """Returns the state of some queries, and that of no keys for the others."""
+    lse = jnp.where(at[..., None], state.lse, -jnp.inf)
+    return AttentionState(jnp.where(at[..., None, None], state.out, 0), lse)
+
+
+def _backward_chains(
+    x: QKV, state: AttentionState, dout: Array, found: Trees, spec: AttentionSpec
+) -> QKV:
+    spec = replace(spec, mask=Mask(causal=True))
+    gradients = _backward(x, state, dout, spec, (found.chains, found.chains))
+    return QKV(*(jnp.where(found.real[..., None, None], y, 0) for y in gradients))
 
 
 def _backward_trees(
     x: QKV, state: AttentionState, dout: Array, found: Trees, spec: AttentionSpec
 ) -> QKV:
-    own, above = (_backward(x, state, dout, *each) for each in _passes(found, spec))
-    real = found.real[..., None, None]
+    own = _backward_chains(x, state, dout, found, spec)
+    spec = replace(spec, mask=Mask())
+    above = _backward(x, state, dout, spec, (found.later, found.prompts))
     written = found.in_later, found.in_prompts, found.in_prompts
     return QKV(
         *(
-            jnp.where(real, y + jnp.where(at[..., None, None], z, 0), 0)
+            y + jnp.where(at[..., None, None], z, 0)
             for y, z, at in zip(own, above, written, strict=True)
         )
     )
