@@ -14,6 +14,7 @@ the variants and the measure of chats need. Further options are keys of all runs
 
 import argparse
 import json
+import re
 import subprocess
 import sys
 import time
@@ -96,7 +97,7 @@ def measures(
 
 
 def train(command: list[str], run: Path) -> dict[str, Any]:
-    """Trains, or continues, a run. Returns its held-out losses, tokens and speed."""
+    """Trains, or continues, a run. Returns its held-out losses, tokens, speed, memory and theta."""
     start = time.perf_counter()
     subprocess.run(
         [sys.executable, "-m", "bptjax", "train", *command, f"--run_dir={run}"], check=True
@@ -104,7 +105,11 @@ def train(command: list[str], run: Path) -> dict[str, Any]:
     records = list(read_metrics(run / "metrics.jsonl"))
     held_out = {x["step"]: x["eval/loss"] for x in records if "eval/loss" in x}
     steps = [x for x in records if "throughput/tokens_per_second" in x]
+    (device,) = set(re.findall(r"devices: 1 × (.*?), jax", (run / "log.txt").read_text()))
     return dict(
+        device=device,
+        rope_theta=json.loads((run / "hf" / "config.json").read_text())["rope_theta"],
+        peak_gib=max(x.get("memory/peak_gib", 0.0) for x in records),
         seconds=round(time.perf_counter() - start, 1),
         held_out=held_out,
         steps=steps[-1]["step"],

@@ -32,7 +32,7 @@ from measurements import (
 from bptjax.tasks import TASKS
 
 ROOT = Path(__file__).parents[1]
-EXTENSION = "extension_h200.jsonl"
+EXTENSION = "extension_h200.jsonl", "extension_h100.jsonl"
 DOCUMENTS = (
     ROOT / "README.md",
     *(
@@ -549,7 +549,7 @@ def perplexity(name: str) -> str:
 
 def extension_perplexity() -> str:
     """The perplexity by position of a model before and after its context was extended."""
-    rows = [r for r in read(EXTENSION) if r["measure"] == "perplexity"]
+    rows = [r for r in read(EXTENSION[0]) if r["measure"] == "perplexity"]
     before, after = ([r for r in rows if r["variant"] == x] for x in ("before", "theta"))
     short = f"after, last {after[0]['short_context']:,} tokens only"
     body = [
@@ -564,23 +564,30 @@ def extension_perplexity() -> str:
     return table(["positions", "before", "after", short], body)
 
 
+def extension_rows() -> list[Row]:
+    """Returns the rows of all ways to extend a context."""
+    return [row for name in EXTENSION for row in read(name)]
+
+
 def extension_scores() -> str:
     """The scores of a model's tasks by length, before and after its context was extended."""
     models = {
-        "before": "before",
-        "theta": "after",
-        "fewer_steps": "after 50 steps",
-        "smaller_theta_200_steps": "after, theta 1.6 million",
+        ("before", 65536): "before",
+        ("theta", 65536): "after",
+        ("fewer_steps", 65536): "after 50 steps",
+        ("fewer_steps", 131072): "after 50 steps of 131,072",
+        ("chats_25", 65536): "after 50 steps, a quarter chats",
+        ("smaller_theta_200_steps", 65536): "after, theta 1.6 million",
     }
-    rows = [r for r in read(EXTENSION) if "task" in r]
-    found = {(r["task"], r["variant"], r["length"]): r for r in rows}
+    rows = [r for r in extension_rows() if "task" in r]
+    found = {(r["task"], (r["variant"], r["length_trained"]), r["length"]): r for r in rows}
     lengths = sorted({r["length"] for r in rows})
     form = "{score:.2f} ({low:.2f}–{high:.2f})"
     body = [
-        [task, models[variant]]
-        + [form.format(**row) if (row := found.get((task, variant, n))) else "" for n in lengths]
-        for task, variant in sorted(
-            {(r["task"], r["variant"]) for r in rows if r["variant"] in models},
+        [task, models[of]]
+        + [form.format(**row) if (row := found.get((task, of, n))) else "" for n in lengths]
+        for task, of in sorted(
+            {(task, of) for task, of, _ in found if of in models},
             key=lambda x: (list(TASKS).index(x[0]), list(models).index(x[1])),
         )
     ]
@@ -589,38 +596,69 @@ def extension_scores() -> str:
 
 def extension_ways() -> str:
     """Ways to extend a context: held-out loss, perplexity and pass keys."""
-    ways: dict[str, list[Row]] = {}
-    for row in read(EXTENSION):
-        ways.setdefault(row["variant"], []).append(row)
-    ways.pop("before")
+    names = {"yarn_50": "YaRN", "chats_25": "a quarter chats"}
+    ways: dict[tuple[str, int, str], list[Row]] = {}
+    for name in EXTENSION:
+        for row in read(name):
+            ways.setdefault((row["variant"], row["length_trained"], name), []).append(row)
     body = []
-    for rows in ways.values():
+    for (variant, length, _), rows in ways.items():
+        if variant == "before":
+            continue
         (run,) = (r for r in rows if r["measure"] == "train")
         ranges = [r for r in rows if r["measure"] == "perplexity"]
         keys = {r["length"]: r for r in rows if r["measure"] == "passkey"}
         form = "{score:.2f} ({low:.2f}–{high:.2f})"
+        if not ranges:
+            continue
         body.append(
             [
-                f"{run['rope_theta'] / 1e6:.1f} million",
+                f"{length:,}",
+                names.get(variant, f"theta {run['rope_theta'] / 1e6:.1f} million"),
                 f"{list(run['held_out'])[-1]}: {run['tokens'] / 1e6:.1f} million",
-                f"{run['seconds'] / 60:.1f}",
+                f"{run['seconds'] / 60:.1f}, {run['device'].split()[1]}",
                 *(f"{r['perplexity']:.2f}" for r in (ranges[0], ranges[-1])),
                 f"{ranges[-1]['perplexity'] / ranges[-1]['short_perplexity']:.2f}",
-                *(form.format(**keys[n]) if n in keys else "" for n in (16384, 32768, 65536)),
+                *(
+                    form.format(**keys[n]) if n in keys else ""
+                    for n in (length // 4, length // 2, length)
+                ),
             ]
         )
     return table(
         [
-            "theta",
+            "length",
+            "way",
             "steps: tokens",
             "minutes",
-            "perplexity, first 8,192",
-            "perplexity, last 8,192",
-            "ratio to the last 4,096 tokens only",
-            *(f"pass keys, {n:,}" for n in (16384, 32768, 65536)),
+            "perplexity, first eighth",
+            "perplexity, last eighth",
+            "ratio to a short context only",
+            *(f"pass keys, {part} length" for part in ("quarter of the", "half the", "whole")),
         ],
         body,
     )
+
+
+def extension_chats() -> str:
+    """The loss on chats that the model wrote before its context was extended."""
+    names = {
+        ("before", 65536): "before",
+        ("fewer_steps", 65536): "after 50 steps",
+        ("fewer_steps", 131072): "after 50 steps of 131,072",
+        ("chats_25", 65536): "after 50 steps, a quarter chats",
+    }
+    found = {
+        (r["variant"], r["length_trained"]): r["loss"]
+        for r in extension_rows()
+        if r["measure"] == "chats"
+    }
+    before = found["before", 65536]
+    body = [
+        [name, f"{found[of]:.3f}", f"{found[of] - before:+.3f}" if of[0] != "before" else ""]
+        for of, name in names.items()
+    ]
+    return table(["model", "loss (nats per token)", "change"], body)
 
 
 def trees() -> str:
@@ -677,6 +715,28 @@ def pair_steps() -> str:
         body.append(["pair", f"{copies} × {prompt:,}", f"2 × {answer:,}", *numbers])
     head = ["step", "prompt", "answers", "tokens", "attention", "seconds", "memory"]
     return table(head, body)
+
+
+def pair_devices() -> str:
+    """Steps on one pair over one GPU and over two."""
+    rows = read("pairs_h100x2.jsonl")
+    alone = {r["T"]: r for r in rows if r["devices"] == 1}
+    body = []
+    for r in rows:
+        gain = alone[r["T"]]["step_s"] / r["step_s"]
+        body.append(
+            [
+                f"{r['T'] + 1 - 2 * r['answer']:,} + 2 × {r['answer']:,}",
+                str(r["devices"]),
+                f"{r['step_s']:.1f}",
+                f"{r['tokens_per_second']:,.0f}",
+                f"{r['program_gib']:.1f} GiB + {r['host_gib']:.0f} GiB host",
+                f"{r['losses'][0]:.3f}",
+                f"{gain:.2f}" if r["devices"] > 1 else "",
+            ]
+        )
+    head = ["prompt + answers", "GPUs", "seconds", "tokens/s", "memory of a GPU", "first loss"]
+    return table([*head, "times as fast as one GPU"], body)
 
 
 def host_events() -> str:
@@ -748,8 +808,10 @@ TABLES: dict[str, Callable[[], str]] = {
     "extension_perplexity": extension_perplexity,
     "extension_scores": extension_scores,
     "extension_ways": extension_ways,
+    "extension_chats": extension_chats,
     "trees": trees,
     "pair_steps": pair_steps,
+    "pair_devices": pair_devices,
     "pair_peer": pair_peer,
     "host_events": host_events,
     "host_starts": host_starts,
