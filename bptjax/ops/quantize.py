@@ -10,10 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.typing import ArrayLike
 from jaxtyping import Float, UInt8, UInt16, UInt32
 
 # Elements that share one absolute maximum: in optimizer state and statistics, and in weights.
 BLOCK, WEIGHT_BLOCK = 256, 64
+# 2³² divided by the golden ratio: an increment that makes another word.
+GOLDEN = np.uint32(0x9E3779B9)
 # Values of a weight's codes, ascending, as fractions of the block's absolute maximum.
 CODEBOOKS: dict[str, np.ndarray] = {
     # Quantiles of the normal distribution: Dettmers et al. 2023, arXiv 2305.14314, Appendix E.
@@ -233,8 +236,20 @@ def dequantize_matrix(matrix: QuantizedMatrix, kind: str, inputs: int) -> Float[
     return TableCodebook(CODEBOOKS[kind]).decode(codes) * each
 
 
+def rounding_key(key: Array) -> UInt32[Array, "2"]:
+    """Returns a key for `random_bits` and `fold_in`, from one of `jax.random`. Programs with these
+    functions compile faster than with `jax.random.fold_in` and `jax.random.bits`."""
+    return jax.random.bits(key, (2,))
+
+
+def fold_in(key: UInt32[Array, "2"], number: ArrayLike) -> UInt32[Array, "2"]:
+    """Returns another key for each number of 32 bits."""
+    first = _mix(key[0] ^ jnp.asarray(number).astype(jnp.uint32)) + key[1]
+    return jnp.stack([first, _mix(first + GOLDEN) ^ key[0]])
+
+
 def random_bits(
-    key: Array, shape: tuple[int, ...]
+    key: UInt32[Array, "2"], shape: tuple[int, ...]
 ) -> tuple[UInt32[Array, "*b"], UInt32[Array, "*b"]]:
     """Returns two random words per element, at a tenth of the cost of `jax.random.bits`. Good
     enough for rounding, not for sampling.
@@ -242,16 +257,15 @@ def random_bits(
     Applies Murmur3's finalizer (Appleby 2011) to the element's index and the key. The index has 32
     bits, so elements 2³² apart get the same words.
     """
-
-    def mix(x):
-        x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
-        x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
-        return x ^ (x >> 16)
-
     index = jnp.arange(math.prod(shape), dtype=jnp.uint32).reshape(shape)
-    key0, key1 = jax.random.bits(key, (2,))
-    first = mix(mix(index ^ key0) + key1)
-    return first, mix(first + jnp.uint32(0x9E3779B9))
+    first = _mix(_mix(index ^ key[0]) + key[1])
+    return first, _mix(first + GOLDEN)
+
+
+def _mix(x: UInt32[Array, "*b"]) -> UInt32[Array, "*b"]:
+    x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
+    x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
+    return x ^ (x >> 16)
 
 
 def stochastic_round(x: Float[Array, "*b"], noise: UInt16[Array, "*b"]) -> Float[Array, "*b"]:

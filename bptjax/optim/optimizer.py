@@ -12,13 +12,16 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 from jax.typing import ArrayLike
+from jaxtyping import UInt32
 
 from bptjax.ops.quantize import (
     BLOCK,
     DynamicCodebook,
     dequantize,
+    fold_in,
     quantize,
     random_bits,
+    rounding_key,
     stochastic_round,
 )
 from bptjax.ops.stacked import get_entry, put_entry
@@ -289,7 +292,7 @@ def apply_gradients(
     if norm is None:
         norm = jnp.sqrt(sum_of_squares(gradients, scale))
     factor = clip_factor(config, norm if last_norm is None else last_norm)
-    update = Update(config, rate, scale * factor, state.count + 1, key)
+    update = Update(config, rate, scale * factor, state.count + 1, rounding_key(key))
     finite = jnp.isfinite(norm)
     trees = map(treedef.flatten_up_to, (gradients, *state.slots.values()))
     new = []
@@ -321,14 +324,14 @@ class Update:
     Attributes:
       scale: factor on the gradients.
       count: number of the step, from 1.
-      key: key of the rounding.
+      key: key of the rounding, from `rounding_key`.
     """
 
     config: OptimizerConfig
     rate: ArrayLike
     scale: ArrayLike
     count: Array
-    key: Array
+    key: UInt32[Array, "2"]
 
     def __call__(
         self,
@@ -350,9 +353,9 @@ class Update:
           index: entry of the parameter to update; `g` is the gradient of this entry. None updates
             all of it.
         """
-        config, key = self.config, jax.random.fold_in(self.key, number)
+        config, key = self.config, fold_in(self.key, number)
         if index is not None:
-            key = jax.random.fold_in(key, index)
+            key = fold_in(key, index)
         rule = OPTIMIZERS[config.type].rule(config, p)
         decay = config.known("weight_decay") * is_decayed(p)
         step = partial(_step, rule, self.scale, self.rate, decay, self.count)

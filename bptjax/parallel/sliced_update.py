@@ -9,7 +9,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.sharding import PartitionSpec
+from jaxtyping import UInt32
 
+from bptjax.ops.quantize import fold_in
 from bptjax.ops.stacked import move
 from bptjax.parallel.mesh import sharding
 
@@ -21,7 +23,7 @@ def update_in_slices(
     f: Callable,
     state: Any,
     inputs: Any,
-    key: Array,
+    key: UInt32[Array, "2"],
     *,
     axes: tuple[str | None, ...],
     when: Array,
@@ -58,7 +60,7 @@ def update_in_slices(
 
     def local(state, inputs, key, index, devices):
         for device in devices:
-            key = jax.random.fold_in(key, device[0])
+            key = fold_in(key, device[0])
         return _loop(f, when, index, sliced_axes, unsliced, slice_elements, state, inputs, key)
 
     if not names:
@@ -83,7 +85,7 @@ def _loop(
     slice_elements: int,
     state: Any,
     inputs: Any,
-    key: Array,
+    key: UInt32[Array, "2"],
 ) -> Any:
     """Runs `update_in_slices` on one device. The unsliced axes have `unsliced` elements."""
     shape, entry = jax.tree.leaves(inputs)[0].shape, () if index is None else (index,)
@@ -123,7 +125,7 @@ def _loop(
             lambda old, local_inputs, key: old,
             old,
             local_inputs,
-            jax.random.fold_in(key, i),
+            fold_in(key, i),
         )
         for axis in ragged:
             step = jax.lax.broadcasted_iota(jnp.int32, (*lengths, *ones), axis)

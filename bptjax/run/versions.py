@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
 # Incremented by each change of bptjax that makes a run compute other bits from the same state.
-ARITHMETIC = 2
+ARITHMETIC = 3
 # Packages that compute steps, and packages that turn data into tokens.
 COMPUTING = (
     *("jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "nvidia-cudnn-cu13", "jax-triton"),

@@ -14,6 +14,7 @@ from jax import Array
 from bptjax.models.layer_backward import Use
 from bptjax.models.params import is_variable, param_path
 from bptjax.models.stack import run_with_backward
+from bptjax.ops.quantize import fold_in, rounding_key
 from bptjax.ops.stacked import get_entry, put_entry
 from bptjax.optim.optimizer import OptState, Update, clip_factor, sum_of_squares
 from bptjax.parallel.sliced_update import update_in_slices
@@ -212,7 +213,7 @@ def step_in_backward(
     sums, finite = passes.sums, jnp.isfinite(passes.sums.loss)
     scale = 1 / jnp.asarray(given.divisor, jnp.float32)
     factor = 1.0 if last_norm is None else clip_factor(config, last_norm)
-    update = Update(config, rate, scale * factor, opt_state.count + 1, rounding)
+    update = Update(config, rate, scale * factor, opt_state.count + 1, rounding_key(rounding))
     sharded = spec.config.parallel.zero_stage > 1
     in_place = spec.config.parallel.zero_stage == 3 and config.state_memory_kind == "device"
 
@@ -237,7 +238,7 @@ def step_in_backward(
                 # slots from host memory and back while it computes.
                 stacked = p, slots[i]
                 entry = constrain(spec, get_entry(stacked, index), sharded=True)
-                key = jax.random.fold_in(step.key, index)
+                key = fold_in(step.key, index)
                 p, own = replace(step, key=key)(i, entry[0], g, entry[1], when=when)
                 p, own = put_entry(stacked, (p, entry[1] | own), index)
             new[i] = p.get_value(), slots[i] | own
@@ -296,7 +297,7 @@ def gradients_in_host_memory(given: StepInputs, buffers: Any) -> tuple[Any, Any,
                 lambda old, new, key: new.astype(old.dtype),
                 kept[i],
                 found[i].get_value(),
-                jax.random.key(0),
+                jnp.zeros(2, jnp.uint32),
                 axes=found[i].axes,
                 when=jnp.array(True),
                 index=index,

@@ -10,9 +10,11 @@ from bptjax.ops.quantize import (
     TableCodebook,
     dequantize,
     dequantize_matrix,
+    fold_in,
     quantize,
     quantize_matrix,
     random_bits,
+    rounding_key,
     stochastic_round,
 )
 from ops.comparing import quick
@@ -178,9 +180,11 @@ def test_stochastic_bfloat16():
 
 def test_random_bits_are_even_and_unlike():
     """Every bit of both words is set half of the time, whatever other bits, elements, keys are."""
-    one, other = random_bits(jax.random.key(0), (64, 1024))
-    next_key, _ = random_bits(jax.random.key(1), (64, 1024))
-    words = np.stack([one, other, next_key, np.roll(one, 1, 1)]).reshape(4, -1)
+    keys = [rounding_key(jax.random.key(n)) for n in range(2)]
+    keys += [fold_in(keys[0], n) for n in range(2)] + [fold_in(fold_in(keys[0], 0), 0)]
+    (one, other), *others = (random_bits(key, (64, 1024)) for key in keys)
+    words = [one, other, np.roll(one, 1, 1), *(word for word, _ in others)]
+    words = np.stack([np.asarray(word).reshape(-1) for word in words])
     bits = np.concatenate([(words >> i) & 1 for i in range(32)]).astype(np.float64)
     together = (2 * bits - 1) @ (2 * bits - 1).T / bits.shape[1]
     # Five standard deviations of 65,536 throws, beside each one with itself.

@@ -93,7 +93,7 @@ def resaved(uninterrupted, run_dir, change):
     [
         (lambda extra: extra["versions"].update(bptjax="9"), None),
         (lambda extra: extra["versions"].update(jax="0.1", arithmetic="0", x="1"),
-         r"bptjax 0.2.0 → 0.2.0 \(arithmetic 0 → 2\), jax 0.1 → [\d.]+, x 1 → absent"),
+         r"bptjax 0.2.0 → 0.2.0 \(arithmetic 0 → 3\), jax 0.1 → [\d.]+, x 1 → absent"),
         (lambda extra: extra.pop("versions"), "an earlier bptjax, which did not record versions"),
     ],
 )  # fmt: skip
