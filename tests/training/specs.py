@@ -21,22 +21,27 @@ _STATES: dict[str, TrainState] = {}
 
 def initial_state(spec: TrainSpec) -> TrainState:
     """Returns the state at step 0, initialized on one device: once for all specs that differ in
-    the mesh or the execution, because each initialization compiles for a second."""
+    the mesh or in how a step is computed, because each initialization compiles for a second."""
     config = spec.config
-    key = repr((spec.model, config.seed, config.train, config.optimizer, config.adapter))
+    train = replace(config.train, gradient_accumulation_steps=1)
+    optimizer = replace(config.optimizer, in_backward=None, state_memory_kind="device")
+    shapes = jax.tree.map(lambda x: (x.shape, x.dtype), abstract_state(spec))
+    key = repr((spec.model, config.seed, train, optimizer, config.adapter, shapes))
     if key not in _STATES:
         mesh = make_mesh(ParallelConfig(), jax.devices()[:1])
         one = replace(spec, config=replace(config, parallel=ParallelConfig()), mesh=mesh)
         _STATES[key] = init_state(one)
     shardings = jax.tree.map(lambda x: x.sharding, abstract_state(spec))
-    # A step overwrites its state.
-    return jax.device_put(_STATES[key], shardings, may_alias=False)
+    # A step overwrites its state; of jax's arrays even may_alias=False keeps one for a device.
+    return jax.device_put(jax.tree.map(np.array, _STATES[key]), shardings)
 
 
 def gradient_sums(spec, batch, micro_batches=1, state=None):
     with jax.set_mesh(spec.mesh):
         state = initial_state(spec) if state is None else state
-        return jax.jit(partial(gradients, spec))(state, spec.layout.put(batch, micro_batches))
+        # In the spec, so that further calls with the same shapes trace nothing.
+        compute = vars(spec).setdefault("gradients", jax.jit(partial(gradients, spec)))
+        return compute(state, spec.layout.put(batch, micro_batches))
 
 
 def assert_same(got, wanted, rtol=1e-5):
