@@ -16,12 +16,15 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 
 @pytest.mark.thorough
 def test_a_tiny_model_is_extended(tmp_path, monkeypatch):
-    """In a third of the steps, on one device. The text is JAX's source code, as in the
-    documentation."""
+    """At half the width, in a third of the steps, with short evaluations, on one device. The text
+    is JAX's source code, as in the documentation."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("XLA_FLAGS")
+    few = "--train.eval_batches=2", "--train.sample_tokens=0"
+    sizes = dict(hidden_size=64, num_heads=2, num_kv_heads=1, intermediate_size=192)
+    flags = *few, "--train.max_steps=120", *(f"--model.{key}={x}" for key, x in sizes.items())
     for command in (
-        f"train --config {CONFIGS}/quickstart.yaml --device=cpu --train.max_steps=100",
+        f"train --config {CONFIGS}/quickstart.yaml --device=cpu {' '.join(flags)}",
         "convert bptjax-to-hf runs/quickstart exports/quickstart",
     ):
         subprocess.run([sys.executable, "-m", "bptjax", *command.split()], check=True)
@@ -30,14 +33,14 @@ def test_a_tiny_model_is_extended(tmp_path, monkeypatch):
             *("--model=exports/quickstart", "--train=python-stdlib", "--device=cpu"),
             *("--out=rows.jsonl", "--runs=runs", f"--config={CONFIGS}/extend_tiny.yaml"),
             *(f"--held_out={Path(jax.__file__).parent}/_src/*.py", "--measures=perplexity"),
-            *("--variants", "before", "theta", "--train.max_steps=20"),
+            *("--variants", "before", "theta", "--train.max_steps=16", *few),
         ]
     )
     rows = [json.loads(line) for line in Path("rows.jsonl").read_text().splitlines()]
     assert {row["length_trained"] for row in rows} == {2048} and "/" not in str(rows[0])
     (trained,) = (row for row in rows if row["measure"] == "train")
-    assert trained["tokens"] == 20 * 2 * 2048
-    assert trained["held_out"]["20"] < trained["held_out"]["0"]
+    assert trained["tokens"] == 16 * 2 * 2048
+    assert trained["held_out"]["16"] < trained["held_out"]["0"]
     perplexity = [row for row in rows if row["measure"] == "perplexity"]
     before, after = (
         [row for row in perplexity if row["variant"] == name] for name in ("before", "theta")
