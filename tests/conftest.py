@@ -5,6 +5,7 @@ import gc
 import os
 import sys
 import tempfile
+from collections import Counter
 from importlib.metadata import version
 from importlib.util import find_spec
 
@@ -127,6 +128,21 @@ def few_programs(programs):
         if many:
             programs.clear()
             jax.clear_caches()
+
+
+# Few tests that take minutes, many of them waiting. Other files come by their number of tests.
+LONG = "test_hosts.py", "test_extension.py", "test_members.py"
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items):
+    """Starts with the long files: at the end, the processes without one would be idle."""
+    tests = Counter(item.path for item in items)
+
+    def place(item):
+        return item.path.name not in LONG, -tests[item.path], item.path
+
+    items.sort(key=place)
 
 
 def pytest_collection_finish():
