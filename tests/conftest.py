@@ -61,6 +61,12 @@ def pytest_xdist_auto_num_workers():
     return max(1, min(cores + 1, memory // 3_000_000_000))
 
 
+@pytest.fixture
+def one_device(monkeypatch):
+    """Trains on one device: programs for eight take twice as long to compile."""
+    monkeypatch.setattr("bptjax.training.setup.select_devices", lambda device: jax.devices()[:1])
+
+
 @pytest.fixture(autouse=True, scope="session")
 def steps_are_compiled_once():
     """Runs in one process that differ in their files alone share a compiled step: tracing it again

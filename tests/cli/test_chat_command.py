@@ -136,7 +136,7 @@ def test_a_model_without_a_template_is_refused(base, tmp_path, monkeypatch, caps
 
 
 @pytest.mark.thorough
-def test_the_recipe_trains_a_model_that_chats(base, tmp_path, monkeypatch, capsys):
+def test_the_recipe_trains_a_model_that_chats(base, tmp_path, monkeypatch, capsys, one_device):
     """configs/chat_24gb.yaml on a tiny model: QLoRA, answers in evaluations, an export."""
     chat_of = {"messages": [{"role": "user", "content": "Hi"}]}
     chat_of["messages"].append({"role": "assistant", "content": "Ahoy!"})

@@ -72,13 +72,16 @@ def test_router_losses_of_a_new_model_go_with_experts(key):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["none", "lora"])
-def test_a_run_trains_with_the_router_losses_that_it_sets(kind, bases, tmp_path, capsys):
+def test_a_run_trains_with_the_router_losses_that_it_sets(
+    kind, bases, tmp_path, capsys, one_device
+):
     options = {
         "device": "cpu",
         "model.name_or_path": bases / "qwen3_moe",
         "data.path": bases / "text.txt",
         "train.max_steps": 1,
         "train.seq_len": 16,
+        "train.eval_batches": 1,
         "adapter.type": kind,
     }
     command = [f"--{key}={value}" for key, value in options.items()]
