@@ -33,6 +33,8 @@ T = 24
 MODEL = ModelConfig(
     vocab_size=64, hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, tied_head=False
 )
+# Few parameters, because the update of each one's 8-bit states takes a while to compile.
+SMALL = replace(MODEL, num_layers=1, gated=False, norms=NormsConfig(scale=False))
 
 
 CONFIG = Config(
@@ -131,7 +133,8 @@ def test_the_z_loss_of_micro_batches_is_that_of_one_batch(batch):
 
 def test_an_overflow_changes_the_scale_alone(batch):
     spec = with_optimizer(make_spec(compute_dtype="float16"), state_dtype="int8")
-    state, placed = init_state(spec), spec.layout.put(batch)
+    spec = replace(spec, model=SMALL)
+    state, placed = initial_state(spec), spec.layout.put(batch)
     assert state.loss_scale is not None
     state = replace(state, loss_scale=replace(state.loss_scale, value=jnp.float32(2.0**40)))
     before = jax.tree.map(np.asarray, (state.model, state.opt_state))
@@ -151,9 +154,7 @@ def test_an_overflow_changes_the_scale_alone(batch):
 @pytest.mark.thorough
 def test_moments_in_host_memory(batch, tmp_path):
     """The same steps as with moments on the device, also after a checkpoint."""
-    small = replace(
-        make_spec(), model=replace(MODEL, num_layers=1, gated=False, norms=NormsConfig(scale=False))
-    )
+    small = replace(make_spec(), model=SMALL)
     device, host = (
         with_optimizer(small, state_dtype="int8", state_memory_kind=kind)
         for kind in ("device", "pinned_host")
