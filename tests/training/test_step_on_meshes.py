@@ -15,10 +15,10 @@ from bptjax.models.groups.linear_attention import LinearAttentionConfig
 from bptjax.models.groups.norms import NormsConfig
 from bptjax.models.groups.short_convolution import ShortConvolutionConfig
 from bptjax.parallel.mesh import ParallelConfig, make_mesh
-from bptjax.training.state import abstract_state, init_state
+from bptjax.training.state import abstract_state
 from bptjax.training.step import abstract_batch, compile_step, gradients
-from training.specs import assert_same, gradient_sums, with_optimizer
-from training.test_step import MODEL, T, make_spec, steps
+from training.specs import assert_same, gradient_sums, initial_state, with_optimizer
+from training.test_step import MODEL, SMALL, T, make_spec, steps
 
 MESHES = [dict(dp=2, fsdp=1, sp=4, sequence_strategy="ring"), dict(dp=1, fsdp=2, tp=2, sp=2)]
 
@@ -177,9 +177,7 @@ def shard_bytes(tree) -> int:
 def small(parallel=None):
     # If a gradient is only rounding noise, the direction of AdamW's step is noise too.
     spec = with_optimizer(make_spec(parallel), learning_rate=1e-3)
-    return replace(
-        spec, model=replace(MODEL, num_layers=1, gated=False, norms=NormsConfig(scale=False))
-    )
+    return replace(spec, model=SMALL)
 
 
 @pytest.fixture(scope="module")
@@ -195,7 +193,7 @@ def test_zero_says_what_fsdp_and_sp_cut(batch, two_steps):
     held = []
     for zero in (1, 2, 3):
         spec = small(ParallelConfig(dp=1, fsdp=2, tp=2, sp=2, zero_stage=zero))
-        state, placed = init_state(spec), spec.layout.put(batch)
+        state, placed = initial_state(spec), spec.layout.put(batch)
         step = compile_step(spec, state, placed)
         for row in wanted:
             state, metrics = step(state, placed)
@@ -244,7 +242,6 @@ def test_router_losses_are_of_the_global_batch(batch):
 
     one, mesh = spec(), spec(ParallelConfig(dp=2, fsdp=1, tp=2, sp=2, sequence_strategy="ring"))
     wanted = gradient_sums(one, batch, 1)
-    assert_same(gradient_sums(one, batch, 4), wanted)
     assert_same(gradient_sums(mesh, batch, 2), wanted)
     count, sums = int(wanted[2]), wanted[0].counts
     state, [row] = steps(one, batch, 1)
