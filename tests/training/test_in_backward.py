@@ -87,6 +87,7 @@ CASES = {
         execution=dict(remat="full"),
         accumulate=2,
     ),
+    "pairs": dict(objective="dpo", adapter=dict(type="lora", r=4)),
     "pairs in float8": dict(
         objective="dpo",
         adapter=dict(type="qlora", r=4),
