@@ -46,6 +46,7 @@ class HFTokenizer:
             self.mask_id, self.special_ids = tokenizer.mask_token_id, tokenizer.all_special_ids
         self._tokenizer: Any = tokenizer
         self.now: str | None = None
+        self.unadapted: Any = None
         files = Path(directory) / "chat_template.jinja", Path(directory) / "tokenizer_config.json"
         self.template_file: Path | None = files[0] if files[0].exists() else files[1]
         # `len` counts added tokens; the tokenizer's own `vocab_size` does not.

@@ -46,12 +46,22 @@ class Survey:
     endings: Counter[int | None]
     unread: Counter[str]
 
+    @property
+    def form(self) -> str | None:
+        """Name of the template that the run's tokenizer gets: that of chats whose format prescribes
+        none, so that evaluations and users write chats as in training; else the most frequent.
+        None is the tokenizer's own."""
+        free = [form for form in (None, "plain") if self.forms[form]]
+        return (*free, *(form for form, _ in self.forms.most_common()), None)[0]
+
     def adapt(self, tokenizer: Tokenizer) -> Tokenizer:
-        """Returns the tokenizer with the most frequent template of the chats, and with the tokens
-        at the end of their answers as stop tokens."""
-        form = self.forms.most_common(1)[0][0] if self.forms else None
-        template = None if form is None else form_template(form, tokenizer)
-        return tokenizer.with_chat(template, [i for i in self.endings if i is not None])
+        """Returns the tokenizer with the template `form`, and with the tokens at the end of the
+        chats' answers as stop tokens."""
+        template = None if self.form is None else form_template(self.form, tokenizer)
+        adapted = tokenizer.with_chat(template, [i for i in self.endings if i is not None])
+        # Chats may follow the records inspected.
+        adapted.unadapted = tokenizer
+        return adapted
 
     def notes(self, tokenizer: Tokenizer) -> list[str]:
         """Returns notes for the log of a run, one line each."""
@@ -75,7 +85,7 @@ class Survey:
         if len(self.forms) > 1:
             names = ", ".join(f"{form or 'template'} ({n})" for form, n in self.forms.items())
             notes.append(
-                f"chats: records have several templates: {names}; the most frequent is exported"
+                f"chats: records have several templates: {names}; {self.form or 'template'} is exported"
             )
         return notes
 

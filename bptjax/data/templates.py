@@ -100,9 +100,10 @@ def form_template(form: str, tokenizer: Tokenizer) -> str:
 
 
 def template_of(chat: Chat, tokenizer: Tokenizer) -> str:
-    """Returns the template that the chat's format prescribes, or else the tokenizer's, or else
-    `plain`."""
-    if chat.form is None and (template := tokenizer.template_for("tools" in chat.variables)):
+    """Returns the template that the chat's format prescribes, or else the tokenizer's before it got
+    one of the records', or else `plain`."""
+    own = tokenizer.unadapted or tokenizer
+    if chat.form is None and (template := own.template_for("tools" in chat.variables)):
         return template
     return form_template(chat.form or "plain", tokenizer)
 

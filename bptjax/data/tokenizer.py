@@ -40,6 +40,7 @@ class Tokenizer(Protocol):
       mask_id: id of the mask token, or None.
       special_ids: ids of special tokens, which are never masked.
       chat_template: Jinja source, or None.
+      unadapted: the tokenizer before it got a chat template of a run's records, or None.
       template_file: file with the chat template, or None.
       special_tokens: variables of chat templates, such as `eos_token`.
       now: date and time that chat templates read, in ISO 8601; None for the present.
@@ -54,6 +55,7 @@ class Tokenizer(Protocol):
     stop_ids: Sequence[int]
     mask_id: int | None
     special_ids: Sequence[int]
+    unadapted: "Tokenizer | None"
     template_file: Path | None
     special_tokens: Mapping[str, Any]
     now: str | None
@@ -136,6 +138,7 @@ class _Plain:
     mask_id: int | None = None
     special_ids: Sequence[int] = ()
     chat_template: str | None = None
+    unadapted: "Tokenizer | None" = None
     template_file: Path | None = None
     special_tokens: Mapping[str, Any] = {}
     now: str | None = None

@@ -10,6 +10,7 @@ from bptjax.data.chat import Chat
 from bptjax.data.hf_tokenizer import GENERATION, HFTokenizer
 from bptjax.data.rows import Compound
 from bptjax.data.survey import survey
+from bptjax.data.templates import conversations, render
 
 
 def test_unread_fields_are_counted(tmp_path, tokenizers):
@@ -87,3 +88,27 @@ def test_a_tokenizer_keeps_sampling_without_an_end_of_text(tmp_path, tokenizers)
     HFTokenizer(tmp_path / "one").save(tmp_path / "two")
     saved = json.loads((tmp_path / "two" / GENERATION).read_text())
     assert saved["temperature"] == 0.5 and saved["eos_token_id"] == ours.stop_ids[0]
+
+
+def test_chats_keep_their_template_beside_other_records(tmp_path, tokenizers):
+    """Whether the chats are few, or come after the records inspected."""
+    rows = [
+        {"instruction": "Say", "input": "", "output": "Hm"},
+        {"prompt": "Hi", "completion": "Ho"},
+    ]
+    *others, chat = read_records(tmp_path, *rows * 2, rows[1], {"messages": TALK})
+    _, bare = tokenizers("bytes", None)
+    _, ours = tokenizers("bytes", CHATML)
+    for tokenizer, wanted in ((bare, "plain"), (ours, None)):
+        (alone,) = conversations(chat, tokenizer)
+        found = survey([[*others, chat]], tokenizer)
+        assert (
+            found.form == wanted and f"{wanted or 'template'} is exported" in found.notes(ours)[-1]
+        )
+        for records in ([*others, chat], others):
+            adapted = survey([records], tokenizer).adapt(tokenizer)
+            assert conversations(chat, adapted) == [alone]
+        # What the run's tokenizer writes afterwards.
+        template = found.adapt(tokenizer).chat_template
+        assert render(chat.messages, template or "", tokenizer)[0] == alone.text
+    assert survey([others], ours).form == "bare"
