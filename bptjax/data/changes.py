@@ -13,6 +13,13 @@ class ChangedFile(OSError):
     """A data file has changed since the run opened it."""
 
 
+class ChangedRecord(OSError):
+    """A record is not one of those that the run began with.
+
+    Not a ValueError: `data.bad_records=skip` must not skip it.
+    """
+
+
 def file_version(path: Path) -> FileVersion:
     """Returns the size of a file and the time of its last modification.
 

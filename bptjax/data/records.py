@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import grain
 import numpy as np
 
+from bptjax.data.changes import ChangedRecord
 from bptjax.data.config import TOO_LONG
 from bptjax.data.examples import Example, is_masked
 from bptjax.data.files import Location, location
@@ -76,11 +77,14 @@ class RecordReader:
         """Reads and tokenizes the document at `where`.
 
         Raises:
+          ChangedRecord: the record is not one of those that the run began with.
           ValueError: the record is bad or too long, and the setting for it is `error`.
         """
         try:
             document = read()
             examples = self.encode(document)
+        except ChangedRecord as error:
+            raise ChangedRecord(f"{where}: {error}") from error
         except ValueError as error:
             reason = str(error).removeprefix(f"{where}: ")
             if self.bad_records == "skip":

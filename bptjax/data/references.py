@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
+from bptjax.data.changes import ChangedRecord
 from bptjax.data.examples import ANSWERS, Example
 
 # Array of an example with the log-probability of each answer, at the answer's first token; zeros
@@ -30,14 +31,14 @@ class References:
         """Returns the example with `REFERENCE`: zeros before `fill`.
 
         Raises:
-          ValueError: the example was not among the data when the answers were scored.
+          ChangedRecord: the example was not among the data when the answers were scored.
         """
         numbers = example[ANSWERS]
         values = np.zeros(len(numbers), np.float32)
         if self._logps is not None:
             logps = self._logps.get(key_of(example))
             if logps is None:
-                raise ValueError(f"no log-probabilities in {FILE} of this run, {self._missing}")
+                raise ChangedRecord(f"no log-probabilities in {FILE} of this run, {self._missing}")
             for number, logp in enumerate(logps, 1):
                 place = np.flatnonzero(numbers == number)[:1]
                 values[place] = logp

@@ -85,7 +85,8 @@ class Survey:
         if len(self.forms) > 1:
             names = ", ".join(f"{form or 'template'} ({n})" for form, n in self.forms.items())
             notes.append(
-                f"chats: records have several templates: {names}; {self.form or 'template'} is exported"
+                f"chats: records have several templates: {names}; the tokenizer gets "
+                f"{self.form or 'none of them, but keeps its own'}"
             )
         return notes
 

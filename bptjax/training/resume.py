@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from bptjax.data.changes import ChangedRecord
 from bptjax.optim.schedule import learning_rate
 from bptjax.parallel.distributed import (
     all_gather_json,
@@ -133,6 +134,8 @@ def _of_this_version(run: TrainingRun) -> Iterator[None]:
     """Refuses values saved by another version or edited by hand, which can raise any exception."""
     try:
         yield
+    except ChangedRecord as error:
+        raise ValueError(error) from error
     except Exception as error:
         reason = error if isinstance(error, ValueError) else repr(error)
         raise ValueError(

@@ -394,6 +394,18 @@ def test_a_resumed_run_reads_its_references(folder, tmp_path, capsys):
     whole, found = losses(tmp_path / "whole"), losses(run_dir)
     assert {k: x for k, x in whole.items() if k in found} == found
     assert (6, "train/loss") in found
+    pairs = folder / "pairs.jsonl"
+    text = pairs.read_text()
+    for treatment in ("error", "skip"):
+        pairs.write_text(text.translate(str.maketrans("0123456789", "1234567890")))
+        capsys.readouterr()
+        code = run(folder, run_dir, more, f"--data.bad_records={treatment}", "--train.max_steps=9")
+        pairs.write_text(text)
+        error = capsys.readouterr().err
+        # 2 if the position in the data needs the record, 1 if a later step does.
+        assert code in (1, 2) and error.count("\n") == 1 and f"{pairs}, record " in error
+        assert "the data or the tokenizer have changed; restore them, or" in error
+        assert "bad_records" not in error and "version" not in error
 
 
 @pytest.mark.thorough
