@@ -64,9 +64,22 @@ SUMS = (
 )
 
 
+def texts_of(documents: Path) -> list[str]:
+    """Returns the texts of a file of documents.
+
+    Raises:
+      ValueError: a record has none.
+    """
+    records = [json.loads(line) for line in documents.read_text().splitlines()]
+    for number, record in enumerate(records, 1):
+        if not isinstance(record.get("text"), str):
+            raise ValueError(f"{documents}, record {number}: 'text' must be set")
+    return [record["text"] for record in records]
+
+
 def about_excerpts(documents: Path, count: int, rng: random.Random) -> Iterator[str]:
     """Yields prompts about excerpts of random documents."""
-    texts = [json.loads(line)["text"] for line in documents.read_text().splitlines()]
+    texts = texts_of(documents)
     for _ in range(count):
         text, length = rng.choice(texts), rng.choice(LENGTHS)
         start = rng.randrange(max(len(text) - length, 1))
@@ -125,6 +138,11 @@ def main(argv: list[str] | None = None) -> None:
     rng = random.Random(args.seed)
     both = args.prompts, args.held_out_prompts
     topics = iter(about_topics(sum(n - n // 2 for n in both), rng))
+    for documents in (args.train, args.held_out):
+        try:
+            texts_of(documents)
+        except (OSError, ValueError) as error:
+            parser.error(str(error))
     model, tokenizer, _ = bptjax.load(args.model, device=args.device)
     args.out.mkdir(parents=True, exist_ok=True)
     for name, documents, count in zip(
@@ -146,6 +164,8 @@ def main(argv: list[str] | None = None) -> None:
                     file.write(json.dumps(dict(messages=messages)) + "\n")
         seconds = time.perf_counter() - start
         print(f"{ended} of {count} answers ended, {seconds:.1f} s: {args.out / name}.jsonl")
+        if not ended:
+            parser.error("no answer ended; raise --new_tokens or --prompts")
 
 
 if __name__ == "__main__":

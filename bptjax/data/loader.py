@@ -119,13 +119,15 @@ def _first_example(records: AnyRecords, shard: int, shards: int, source: str) ->
     Raises:
       ValueError: no token of the shard counts in the loss.
     """
-    too_long = bad = read = 0
-    for _, record in records.each(shard, shards):
+    too_long = read = 0
+    bad = []
+    for where, record in records.each(shard, shards):
         if record.examples:
             return record.examples[0]
         read += 1
         too_long += bool(record.too_long)
-        bad += record.error is not None
+        if record.error is not None:
+            bad.append(f"{where}: {record.error}")
     documents = f"{plural(read, 'document')}{source} in shard {shard} of {shards}"
     if too_long:
         reader = records.reader
@@ -137,8 +139,8 @@ def _first_example(records: AnyRecords, shard: int, shards: int, source: str) ->
         )
     if bad:
         raise ValueError(
-            f"the {documents}: {bad} records are bad, and no other record has a token that counts "
-            "in the loss; set data.bad_records=error to see why"
+            f"the {documents}: {len(bad)} records are bad, and no other record has a token that "
+            f"counts in the loss; the first: {bad[0]}"
         )
     raise ValueError(
         f"the {documents}: must have a token that counts in the loss; all texts and "

@@ -1,7 +1,8 @@
 """Pairs of a better and a worse answer to a prompt: their records, and their examples."""
 
+import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -145,6 +146,30 @@ def check_answer(messages: Sequence[Message], name: str) -> None:
         raise ValueError(f"{name!r} must have an answer of the {ANSWER} that is not empty")
 
 
+def encode_answer(chat: Chat, name: str, tokenizer: Tokenizer, config: DataConfig) -> list[Example]:
+    """Returns `encode` of a prompt and its answer, from the field `name`.
+
+    Raises:
+      ValueError: the template refuses the chat, or writes nothing of an answer of tool calls only.
+    """
+    options = dict(source_max_len=config.source_max_len, target_max_len=config.target_max_len)
+    examples = encode(chat, tokenizer, **options)
+    prompt, answer = chat.messages[: chat.prompt], chat.messages[chat.prompt :]
+    if not any(each.get("content") for each in answer if each["role"] == ANSWER):
+        empty = ({"role": each["role"], "content": ""} for each in answer)
+        silent = replace(chat, messages=(*prompt, *empty))
+        with contextlib.suppress(ValueError):
+            others = encode(silent, tokenizer, **options)
+            tokens, without = ([x["tokens"].tolist() for x in own] for own in (examples, others))
+            if tokens == without:
+                examples = []
+        if not examples:
+            raise ValueError(
+                f"{chat.where}: {name!r} has tool_calls only, which the chat template does not read"
+            )
+    return examples
+
+
 def messages_in(fields: Mapping[str, Any], name: str, role: str = ANSWER) -> list[Message]:
     """Returns the messages in a field; a text is one message of this role."""
     if isinstance(fields[name], str):
@@ -174,8 +199,8 @@ def encode_preference(
     """
     if not isinstance(document, Preference):
         raise ValueError("data.format: must be preference for pairs of answers")
-    options = dict(source_max_len=config.source_max_len, target_max_len=config.target_max_len)
-    answers = [encode(chat, tokenizer, **options) for chat in document.chats]
+    both = zip(document.chats, (CHOSEN, REJECTED), strict=True)
+    answers = [encode_answer(chat, name, tokenizer, config) for chat, name in both]
     if document.joined:
         (first,), (second,) = answers
         alike = shared_tokens(first["tokens"], second["tokens"])

@@ -8,11 +8,11 @@ import numpy as np
 
 from bptjax.data.chat import Chat, template_variables
 from bptjax.data.config import DataConfig
-from bptjax.data.encode import encode
 from bptjax.data.examples import Example
 from bptjax.data.preferences import (
     PROMPT,
     check_answer,
+    encode_answer,
     formatted,
     messages_in,
     side_by_side,
@@ -124,8 +124,10 @@ def encode_unpaired(
     """
     if not isinstance(document, Unpaired) or document.other is None:
         raise ValueError(f"data.format: must be {UNPAIRED} for answers with a label")
-    options = dict(source_max_len=config.source_max_len, target_max_len=config.target_max_len)
-    own, others = (encode(each.chat, tokenizer, **options) for each in (document, document.other))
+    own, others = (
+        encode_answer(each.chat, COMPLETION, tokenizer, config)
+        for each in (document, document.other)
+    )
     crossed = _crossed(_with_answer(own), _with_answer(others))
     example = side_by_side([own, [], [crossed]] if document.desirable else [[], own, [crossed]])
     if shared:

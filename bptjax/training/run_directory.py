@@ -82,9 +82,10 @@ def acquire_run_dir(run_dir: Path, config: Config) -> None:
             same = theirs.get(key) in (ours.get(key), named.get(key))
             if key.startswith(RESUMABLE_KEYS) or same:
                 continue
+            then, now = ("null" if each.get(key) is None else each[key] for each in (theirs, ours))
             raise ValueError(
-                f"{run_dir} belongs to a run with {key}={theirs.get(key)}, and this run has "
-                f"{ours.get(key)}; choose another run_dir"
+                f"{run_dir} belongs to a run with {key}={then}, and this run has {now}; choose "
+                "another run_dir"
             )
         return
     write_config(run_dir, config)

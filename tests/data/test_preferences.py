@@ -1,10 +1,11 @@
 """Pairs of answers: their formats, and their examples in packed sequences."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
-from chats import CHATML
+from chats import CALLS, CHATML, THINKING
 
 from bptjax.config import Config
 from bptjax.data.config import DataConfig
@@ -20,6 +21,7 @@ from bptjax.data.preferences import (
 )
 from bptjax.data.text import open_documents
 from bptjax.data.tokenizer import ByteTokenizer
+from bptjax.data.unpaired import encode_unpaired, read_unpaired
 from bptjax.models.config import ModelConfig
 from bptjax.objectives import ObjectiveConfig, check, choose
 from bptjax.ops.labels import IGNORED
@@ -100,6 +102,27 @@ def test_a_chat_template_and_its_variables(tokenizers):
     row.pop("chat_template_kwargs")
     found = texts(row, tokenizers("bytes", CHATML)[1])
     assert found == [(start, "good<|im_end|>\n"), (start, "bad one<|im_end|>\n")]
+
+
+def test_an_answer_of_calls_needs_a_template_that_writes_them(tokenizers):
+    """Else the preferred answer would be empty."""
+    row = {"prompt": CALLS[:1], "chosen": CALLS[1:2], "rejected": [BAD]}
+    without = [{k: v for k, v in CALLS[1].items() if k != "reasoning_content"}]
+    document = read_preference(row | {"chosen": without}, "text", "here")
+    labeled = {"completion": without, "label": True, "prompt": CALLS[:1]}
+    unpaired = read_unpaired(labeled, "text", "there")
+    unpaired = replace(unpaired, other=unpaired)
+    _, ignoring = tokenizers("bytes", CHATML)
+    with pytest.raises(ValueError, match="^here: 'chosen' has tool_calls only, which the chat"):
+        encode_preference(document, ignoring, DataConfig())
+    with pytest.raises(ValueError, match="^there: 'completion' has tool_calls only, which the"):
+        encode_unpaired(unpaired, ignoring, DataConfig())
+    _, reading = tokenizers("bytes", THINKING)
+    for chosen in (row["chosen"], without):
+        document = read_preference(row | {"chosen": chosen}, "text", "here")
+        (example,) = encode_preference(document, reading, DataConfig())
+        assert "<tool_call>" in reading.decode(example["tokens"].tolist())
+    encode_unpaired(unpaired, reading, DataConfig())
 
 
 def test_a_token_across_the_end_of_the_prompt_counts():

@@ -181,7 +181,7 @@ def test_a_run_of_an_older_version_goes_on_with_the_defaults_of_new_keys(argumen
     old = re.sub("  (num_shards: 1|warmup_ratio: null)\n", "", to_yaml(parse(command)))
     (tmp_path / "config.yaml").write_text(old)
     acquire_run_dir(tmp_path, parse(command))
-    for key, found in (("data.num_shards=2", "=1"), ("optimizer.warmup_ratio=0.5", "=None")):
+    for key, found in (("data.num_shards=2", "=1"), ("optimizer.warmup_ratio=0.5", "=null")):
         name, _, value = key.partition("=")
         with pytest.raises(ValueError, match=f"run with {name}{found}, and this run has {value}"):
             acquire_run_dir(tmp_path, parse([*command, f"--{key}"]))
