@@ -130,6 +130,18 @@ def hh_rlhf_messages(row: Mapping[str, Any], key: str = "chosen") -> list[Messag
     ]
 
 
+def _chosen_messages(row: Mapping[str, Any]) -> list[Message]:
+    """Returns the messages of the better answer of hh-rlhf.
+
+    Raises:
+      ValueError: the text has another form.
+    """
+    try:
+        return hh_rlhf_messages(row)
+    except ValueError as error:
+        raise ValueError(f"{error}; objective.type=dpo reads other pairs of answers") from error
+
+
 def listed_messages(row: Mapping[str, Any], *keys: str) -> list[Message]:
     """Returns the messages in the lists of these fields.
 
@@ -261,7 +273,7 @@ FORMATS = {
             partial(_pair, source="prompt", target="answer"),
             "bare",
         ),
-        Format("hh_rlhf", ("chosen",), hh_rlhf_messages, "hh_rlhf"),
+        Format("hh_rlhf", ("chosen",), _chosen_messages, "hh_rlhf"),
         Format(
             "dolly",
             ("instruction", "response"),

@@ -223,7 +223,11 @@ def test_bad_templates_are_named(tmp_path, small):
         ),
         ({"instruction": "a", "output": 3}, "auto", "record 2: 'output' must be text"),
         ({"prompt": None, "answer": "b"}, "auto", "record 2: 'prompt' must be text"),
-        ({"chosen": "Human: Hi"}, "auto", "record 2: 'chosen' must consist of"),
+        (
+            {"chosen": "Human: Hi"},
+            "auto",
+            "record 2: 'chosen' must consist of .*; objective.type=dpo reads other pairs",
+        ),
         (
             {"messages": [{"role": "user", "content": "a"}]},
             "auto",
