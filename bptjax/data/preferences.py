@@ -1,6 +1,5 @@
 """Pairs of a better and a worse answer to a prompt: their records, and their examples."""
 
-import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -155,18 +154,18 @@ def encode_answer(chat: Chat, name: str, tokenizer: Tokenizer, config: DataConfi
     options = dict(source_max_len=config.source_max_len, target_max_len=config.target_max_len)
     examples = encode(chat, tokenizer, **options)
     prompt, answer = chat.messages[: chat.prompt], chat.messages[chat.prompt :]
-    if not any(each.get("content") for each in answer if each["role"] == ANSWER):
-        empty = ({"role": each["role"], "content": ""} for each in answer)
-        silent = replace(chat, messages=(*prompt, *empty))
-        with contextlib.suppress(ValueError):
-            others = encode(silent, tokenizer, **options)
-            tokens, without = ([x["tokens"].tolist() for x in own] for own in (examples, others))
-            if tokens == without:
-                examples = []
-        if not examples:
-            raise ValueError(
-                f"{chat.where}: {name!r} has tool_calls only, which the chat template does not read"
-            )
+    if any(each.get("content") for each in answer if each["role"] == ANSWER):
+        return examples
+    empty = ({"role": each["role"], "content": ""} for each in answer)
+    try:
+        others = encode(replace(chat, messages=(*prompt, *empty)), tokenizer, **options)
+    except ValueError:  # The template refuses an empty answer, so it has read this one.
+        return examples
+    tokens, without = ([x["tokens"].tolist() for x in own] for own in (examples, others))
+    if tokens == without:
+        raise ValueError(
+            f"{chat.where}: {name!r} has tool_calls only, which the chat template does not read"
+        )
     return examples
 
 

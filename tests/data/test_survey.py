@@ -106,7 +106,7 @@ def test_chats_keep_their_template_beside_other_records(tmp_path, tokenizers):
         for records in ([*others, chat], others):
             adapted = survey([records], tokenizer).adapt(tokenizer)
             assert conversations(chat, adapted) == [alone]
-        # What the run's tokenizer writes afterwards.
+        # The template that the run saves.
         template = found.adapt(tokenizer).chat_template
         assert render(chat.messages, template or "", tokenizer)[0] == alone.text
     assert survey([others], ours).form == "bare"
