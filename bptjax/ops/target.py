@@ -51,14 +51,6 @@ def absent(device: jax.Device) -> Iterator[None]:
         _ABSENT.reset(token)
 
 
-def compiler_options() -> dict[str, bool | str]:
-    """Returns XLA options for the target. Without a GPU, XLA cannot measure which of its matrix
-    products beat cuBLAS, so it uses cuBLAS for all; memory differs by at most 0.1 %, with adapters
-    by up to 4 %.
-    """
-    return {"xla_gpu_enable_triton_gemm": False} if is_absent() and platform() == "gpu" else {}
-
-
 def stand_in(
     operands: Sequence[Array],
     shapes: Sequence[jax.ShapeDtypeStruct],

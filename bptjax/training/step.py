@@ -20,7 +20,7 @@ from bptjax.models.feed_forwards import FEED_FORWARDS
 from bptjax.models.transformer import Transformer
 from bptjax.objectives.answers import score_answers
 from bptjax.objectives.cross_entropy import ForwardPass
-from bptjax.ops.target import compiler_options, is_absent, platform
+from bptjax.ops.target import is_absent, platform
 from bptjax.optim.optimizer import apply_gradients
 from bptjax.optim.schedule import learning_rate
 from bptjax.training.histogram import MARGINS, histogram
@@ -392,7 +392,7 @@ def compile_step(
         raise RuntimeError(f"{key}, but the state is in {kinds}")
     shardings = jax.tree.map(lambda x: x.sharding, abstract_state(spec))
     step = jax.jit(partial(train_step, spec), donate_argnums=0, out_shardings=(shardings, None))
-    options = compiler_options() | dict(options)
+    options = dict(options)
     float8 = spec.config.train.linear == "float8" and platform() == "gpu"
     if float8:
         # XLA may choose its own kernels over cuBLAS, but they take wider operands.
