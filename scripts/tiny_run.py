@@ -16,15 +16,17 @@ model: MODEL
 data: {{path: TEXTS, eval_fraction: 0.1}}
 train: {{max_steps: {STEPS}, seq_len: 32, per_device_train_batch_size: 2, eval_steps: 8,
   sample_tokens: 0, on_spike: SPIKE}}
-optimizer: {{learning_rate: 1.0e-2}}
+optimizer: {{learning_rate: 1.0e-2, CLIP}}
 execution: {{q_chunk: 16, k_chunk: 16, ffn_chunk: 16}}
 checkpoint: {{save_steps: 3, local_dir: LOCAL}}
 adapter: {{type: ADAPTER}}
 """
 DEFAULTS = {
     "PARALLEL": "{fsdp: 1}",
-    "MODEL": "{hidden_size: 16, num_layers: 1, num_heads: 2, attention_dropout: 0.1}",
+    "MODEL": "{hidden_size: 16, num_layers: LAYERS, num_heads: 2, attention_dropout: 0.1}",
+    "LAYERS": "1",
     "SPIKE": "{max_rollbacks: 0}",
+    "CLIP": "clip: exact",
     "LOCAL": "null",
     "ADAPTER": "none",
 }
@@ -35,6 +37,10 @@ RUNS: dict[str, dict[str, str]] = {
     "local": {"LOCAL": "WORK/local"},  # Checkpoints go to a local directory first.
     # The loss varies more than by this factor, so that the run rolls back some times.
     "spikes": {"SPIKE": "{max_rollbacks: 99, factor: 1.15, window: 5}"},
+    # Updates inside the backward pass, or after it from gradients in host memory; a part of the
+    # steps is clipped.
+    "delayed": {"LAYERS": "3", "CLIP": "clip: delayed, max_grad_norm: 0.9"},
+    "held": {"LAYERS": "3", "CLIP": "in_backward: true, max_grad_norm: 0.9"},
     "adapter": ADAPTER,
     "pair": {"PARALLEL": "{dp: 2, fsdp: 1}"},  # Two processes.
     "conversions": ADAPTER,
