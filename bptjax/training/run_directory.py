@@ -1,7 +1,7 @@
 """The run directory, which belongs to one config and holds a copy of it."""
 
 import json
-from collections.abc import Container
+from collections.abc import Container, Mapping
 from dataclasses import asdict, replace
 from datetime import datetime
 from pathlib import Path
@@ -64,8 +64,11 @@ def check_run_dir(run_dir: Path) -> None:
             raise ValueError(f"{path}: must be a directory, not a file; remove it")
 
 
-def acquire_run_dir(run_dir: Path, config: Config) -> None:
+def acquire_run_dir(run_dir: Path, config: Config, unset: Mapping[str, Any] | None = None) -> None:
     """Creates `run_dir` for this config, or checks that it already belongs to this config.
+
+    Args:
+      unset: values that null stands for, by key.
 
     Raises:
       ValueError: the directory belongs to another config, or holds other files.
@@ -77,6 +80,9 @@ def acquire_run_dir(run_dir: Path, config: Config) -> None:
         # The config of an older version lacks newer keys, and has the defaults of a new model for
         # empty ones.
         theirs = default | OLD_VALUES | saved_values(run_dir)
+        for key, value in (unset or {}).items():
+            for each in (theirs, ours):
+                each[key] = value if each.get(key) is None else each[key]
         named = ours | {key: default[key] for key, value in ours.items() if value == {}}
         for key in sorted(theirs.keys() | ours.keys()):
             same = theirs.get(key) in (ours.get(key), named.get(key))

@@ -216,7 +216,7 @@ def setup(config: Config, now: datetime | None = None) -> TrainingRun:
 
 def _write_run_dir(run: TrainingRun, config: Config) -> None:
     """Creates the run directory and writes the files that do not change during the run."""
-    acquire_run_dir(run.directory, config)
+    acquire_run_dir(run.directory, config, _unset(run.spec))
     pretrained = run.spec.pretrained
     with replaced_files(run.directory) as fresh:
         processor = run.processor
@@ -236,6 +236,16 @@ def _write_run_dir(run: TrainingRun, config: Config) -> None:
                 write_atomically(file, json.dumps(changed, indent=2) + "\n")
     if pretrained and pretrained.others and config.adapter.type == "none":
         pretrained.others.save(run.directory / SIDECARS)
+
+
+def _unset(spec: TrainSpec) -> dict[str, Any]:
+    """Returns the values that the keys of the objective have in this run if they are not set, by
+    key."""
+    group = spec.config.objective
+    unset = replace(group, **dict.fromkeys(group.given))
+    objective = replace(spec, config=replace(spec.config, objective=unset)).objective
+    keys = objective.settings().items()
+    return {f"objective.{key}": getattr(objective, name) for key, name in keys}
 
 
 def _with_defaults(config: Config, platform: str) -> Config:

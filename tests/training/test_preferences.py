@@ -390,7 +390,11 @@ def test_a_resumed_run_reads_its_references(folder, tmp_path, capsys):
     assert run(folder, run_dir, more) == 2
     assert f"{file}: must be there to resume step 3" in capsys.readouterr().err
     shutil.copy(tmp_path / "kept.npz", file)
-    assert run(folder, run_dir, more) == 0
+    assert run(folder, run_dir, more, "--objective.share_prompt=false") == 2
+    assert "share_prompt=True, and this run has False" in capsys.readouterr().err
+    # Defaults may be named.
+    named = "--objective.share_prompt=true", "--objective.beta=0.1", "--objective.reference=cached"
+    assert run(folder, run_dir, more, *named) == 0
     whole, found = losses(tmp_path / "whole"), losses(run_dir)
     assert {k: x for k, x in whole.items() if k in found} == found
     assert (6, "train/loss") in found

@@ -235,6 +235,15 @@ def test_a_run_of_an_older_version_is_resumed_exactly(arguments, tmp_path, monke
         assert rows(run_dir, name) == rows(whole, name)
 
 
+def test_a_resumed_run_may_name_a_default(tmp_path):
+    command, key = [f"--run_dir={tmp_path}", "--objective.type=dpo"], "objective.share_prompt"
+    acquire_run_dir(tmp_path, parse(command))
+    for named in ([], [f"--{key}=true"]):
+        acquire_run_dir(tmp_path, parse([*command, *named]), {key: True})
+    with pytest.raises(ValueError, match=f"with {key}=True, and this run has False"):
+        acquire_run_dir(tmp_path, parse([*command, f"--{key}=false"]), {key: True})
+
+
 def test_sources_of_an_older_version_lack_newer_keys(tmp_path):
     command = [f"--run_dir={tmp_path}", "--data.sources=[{path: a}, {path: b, weight: 2}]"]
     old = to_yaml(parse(command)).replace("    fields: null\n", "")
