@@ -14,7 +14,7 @@ from bptjax.data.config import TOO_LONG
 from bptjax.data.examples import Example, is_masked
 from bptjax.data.files import Location, location
 from bptjax.data.iterated import Iterated
-from bptjax.data.rows import Document
+from bptjax.data.rows import Document, UnfitData
 
 
 @dataclass(frozen=True)
@@ -78,6 +78,7 @@ class RecordReader:
 
         Raises:
           ChangedRecord: the record is not one of those that the run began with.
+          UnfitData: no record is bad, but the run cannot train on them.
           ValueError: the record is bad or too long, and the setting for it is `error`.
         """
         try:
@@ -85,6 +86,8 @@ class RecordReader:
             examples = self.encode(document)
         except ChangedRecord as error:
             raise ChangedRecord(f"{where}: {error}") from error
+        except UnfitData as error:
+            raise UnfitData(f"{where}: {str(error).removeprefix(f'{where}: ')}") from error
         except ValueError as error:
             reason = str(error).removeprefix(f"{where}: ")
             if self.bad_records == "skip":

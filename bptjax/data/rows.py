@@ -11,8 +11,15 @@ import numpy as np
 from bptjax.data.chat import FORMATS, MEDIA, Chat, Format, check_text_alone, read_chat
 from bptjax.ops.labels import IGNORED
 
+# An answer, and whether it is good. Only objective.type=kto reads the label.
+COMPLETION, LABEL = "completion", "label"
 # Number of a row's fields, and depth of its nested fields, that errors name.
 SHOWN, DEPTH = 24, 3
+
+
+class UnfitData(ValueError):
+    """The records do not fit the run. None of them is bad, so `data.bad_records=skip` must not skip
+    them."""
 
 
 @dataclass(frozen=True)
@@ -118,6 +125,7 @@ class RowReader:
 
         Raises:
           ValueError: the row holds none of these; the error names the fields of the row.
+          UnfitData: with `auto`, the row is an answer that may be a bad one.
         """
         own = row if isinstance(row, dict) else {}
         if not self.fields:
@@ -129,12 +137,18 @@ class RowReader:
             text = str(error)
             for name, source in self.fields.items():
                 text = text.replace(repr(name), f"{name!r} (data.fields: {source})")
-            raise ValueError(text) from error
+            raise (UnfitData if isinstance(error, UnfitData) else ValueError)(text) from error
 
     def _document(self, row: dict[str, Any], where: str) -> Document:
         if isinstance(self.format, RecordFormat):
             return self.format.read(row, self.text_key, where)
         if chat := self._format(row):
+            labeled = COMPLETION in chat.fields and isinstance(row.get(LABEL), bool)
+            if labeled and self.format == "auto":
+                raise UnfitData(
+                    f"{where}: {LABEL!r} marks good and bad answers: set objective.type=kto, which "
+                    f"reads it, or data.format={chat.name} to take bad answers as good"
+                )
             return read_chat(row, chat, where, self.fields)
         if self.format == "auto":
             self._check_mapped(row, where)

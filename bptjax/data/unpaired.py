@@ -18,11 +18,19 @@ from bptjax.data.preferences import (
     side_by_side,
     with_shared_prompt,
 )
-from bptjax.data.rows import OTHERS, Compound, Document, RecordFormat, check_has
+from bptjax.data.rows import (
+    COMPLETION,
+    LABEL,
+    OTHERS,
+    Compound,
+    Document,
+    RecordFormat,
+    UnfitData,
+    check_has,
+)
 from bptjax.data.tokenizer import Tokenizer
 from bptjax.ops.labels import IGNORED
 
-COMPLETION, LABEL = "completion", "label"
 # Answers in the example of a record, by number. Of the first two, it has one.
 KINDS = "desirable", "undesirable", "completion of another record, for KL alone,"
 
@@ -92,7 +100,8 @@ def with_another(seed: int, documents: Sequence[Document], index: int) -> Docume
     in another order, which depends on the seed; bad records are left out.
 
     Raises:
-      ValueError: the record is bad, or there is no other record.
+      ValueError: the record is bad.
+      UnfitData: there is no other valid record.
     """
     document, n = documents[index], len(documents)
     if not isinstance(document, Unpaired):
@@ -107,7 +116,10 @@ def with_another(seed: int, documents: Sequence[Document], index: int) -> Docume
             continue
         if isinstance(other, Unpaired):
             return replace(document, other=other)
-    raise ValueError("the file must have a second record, because the loss compares records")
+    raise UnfitData(
+        "must not be the only valid record of its training or held-out data, because the loss "
+        "compares records; add others"
+    )
 
 
 def encode_unpaired(

@@ -127,6 +127,12 @@ FLAGS = {
     "train.eval_batches": "batches",
     "train.seq_len": "seq_len",
 }
+# Advice in errors about keys that have no flag, as a pattern, and what a command without a config
+# says instead.
+ADVICE = {
+    r"set data\.bad_records=skip .*": "correct or remove the record",
+    r", or set data\.too_long to .*": "",
+}
 # Key that a single value stands for when it is given instead of a group.
 MAIN_KEYS = {
     "adapter": "adapter.type",
@@ -153,7 +159,9 @@ def own_name(name: str, names: Iterable[str]) -> str | None:
 
 
 def with_flags(message: str, flags: Container[str]) -> str:
-    """Replaces config keys in an error with the flags of a command."""
+    """Replaces config keys in an error with the flags of a command, and advice about other keys."""
+    for pattern, text in ADVICE.items():
+        message = re.sub(pattern, text, message)
     for key, flag in FLAGS.items():
         if f"--{flag}" in flags and "." in key:
             message = re.sub(rf"(?<![\w./-]){re.escape(key)}(?!\w)", f"--{flag}", message)

@@ -1,15 +1,19 @@
 """Answers with a label: their formats, the records beside them, and their examples."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from chats import CHATML
 
+from bptjax.data.chat import Chat
 from bptjax.data.config import DataConfig
 from bptjax.data.encoding import Encoding
 from bptjax.data.examples import documents, sequence
 from bptjax.data.loader import train_loader
 from bptjax.data.marked import next_tokens
 from bptjax.data.preferences import described_parts
+from bptjax.data.rows import RowReader, UnfitData
 from bptjax.data.stream import SIZES, Stream
 from bptjax.data.tokenizer import ByteTokenizer
 from bptjax.data.unpaired import KINDS, encode_unpaired, read_unpaired, with_another
@@ -81,7 +85,7 @@ def test_bad_records_are_not_beside_others():
     some = Some(read([*ROWS, *ROWS]))
     for seed in range(6):
         assert with_another(seed, some, 2).other in (some[0], some[4])
-    with pytest.raises(ValueError, match="must have a second record"):
+    with pytest.raises(UnfitData, match="must not be the only valid record"):
         with_another(0, Some(read(ROWS[:2])), 0)
 
 
@@ -119,6 +123,16 @@ def test_refusals(row, message):
     row = row if "question" in row else ROWS[0] | row
     with pytest.raises(ValueError, match=f"^here: {message}"):
         read_unpaired(row, "text", "here")
+
+
+def test_other_objectives_read_them_by_the_name_of_their_format_alone():
+    """Else they would train on bad answers."""
+    row = {"q": "Color: ", "completion": "ten", "good": False}
+    reader = RowReader(format="auto", fields={"prompt": "q", "label": "good"})
+    with pytest.raises(UnfitData, match="here: 'label' .data.fields: good. marks .*type=kto"):
+        reader(row, "here")
+    chat = replace(reader, format="self_instruct")(row, "here")
+    assert isinstance(chat, Chat) and chat.messages[-1]["content"] == "ten"
 
 
 def test_streams_are_refused():

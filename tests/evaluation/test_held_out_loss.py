@@ -15,10 +15,13 @@ from bptjax.cli import evaluate, train
 from bptjax.cli.main import PARSERS
 from bptjax.config import Config
 from bptjax.data.config import DataConfig
+from bptjax.data.files import Location
+from bptjax.data.records import RecordReader
 from bptjax.data.tokenizer import ByteTokenizer
 from bptjax.evaluation.held_out import HeldOut
 from bptjax.models.config import ModelConfig
 from bptjax.models.decoder import Decoder
+from bptjax.parsing.other_names import with_flags
 from bptjax.run.metrics import read_metrics
 from bptjax.training.setup import setup
 from bptjax.training.state import init_state
@@ -135,15 +138,28 @@ def test_a_table_without_a_plot(tmp_path, capsys, model, monkeypatch):
         (["--perplexity=64", "--format=dolly"], "--format: must not be given with --perplexity"),
         ([], "record 1: must have text in 'text'.*set --text_key to the field with the text"),
         (["--fields={prompt: q, answer: n}"], "'answer' .--fields: n. must be text"),
+        (
+            ["--fields={prompt: q, answer: a}"],
+            "record 2: 'answer' .--fields: a. must be text; correct or remove the record\n",
+        ),
     ],
 )
 def test_bad_input_is_one_line(tmp_path, capsys, flags, message, model, monkeypatch):
     monkeypatch.setattr(evaluate, "open_decoder", lambda *a, **k: (model, BYTES))
     monkeypatch.setattr(evaluate, "load_opened", lambda found, *a, **k: found)
-    data, out = write(tmp_path / "a.jsonl", [{"q": "Q", "a": "A", "n": 1}]), tmp_path / "out"
+    rows = {"q": "Q", "a": "A", "n": 1}, {"q": "Q", "a": 2}
+    data, out = write(tmp_path / "a.jsonl", rows), tmp_path / "out"
     assert evaluate.main(["--model=it", f"--data={data}", *flags, f"--out={out}"]) == 2
     error = capsys.readouterr().err
     assert re.search(message, error) and error.count("\n") == 1 and not out.exists()
+
+
+def test_advice_about_keys_without_a_flag():
+    reader = RecordReader(lambda _: [dict(tokens=[1] * 9, labels=np.array([-100]))], 8, "error")
+    with pytest.raises(ValueError, match="set data.too_long to drop") as raised:
+        reader(lambda: "", Location("a.jsonl", "record 1"))
+    wanted = "a.jsonl, record 1: 9 tokens: must be at most --seq_len=8; raise it"
+    assert with_flags(str(raised.value), ["--seq_len"]) == wanted
 
 
 @pytest.mark.thorough

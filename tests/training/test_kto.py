@@ -192,6 +192,12 @@ def test_a_run(tmp_path, monkeypatch):
         ),
         (["--objective.desirable_weight=-1"], "objective.desirable_weight=-1.0: must be finite"),
         (["--objective.loss=sigmoid"], "objective.loss=sigmoid: requires objective.type=dpo"),
+        (
+            # No record is bad.
+            ["--objective.type=auto", "--data.bad_records=skip"],
+            "'label' marks good and bad answers: set objective.type=kto, which reads it, or "
+            "data.format=self_instruct to take bad answers as good\n",
+        ),
         (["--data.format=preference"], "data.format=preference: must be unpaired_preference with"),
     ],
 )
@@ -205,4 +211,5 @@ def test_refusals(flags, message, tmp_path, capsys, monkeypatch):
 
 def test_one_record_is_refused(tmp_path, capsys):
     assert run(tmp_path, RECORDS[:1], "--data.eval_fraction=0") == 2
-    assert "must have a second record" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "record 1: must not be the only valid record" in error and "bad_records" not in error
