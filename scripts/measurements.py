@@ -26,6 +26,7 @@ DECODERS = {
 PEERS = {"Unsloth": "Unsloth", "PEFT": "transformers + PEFT", "Liger": "transformers + Liger"}
 IN_BACKWARD = "in_backward_h200.jsonl"
 WORKS = {"QLoRA": "qlora_h200.json", "full fine-tuning": "step_h200.json"}
+ADAPTERS = {"lora": "LoRA", "qlora": "QLoRA"}
 CASES = {
     "causal": "causal",
     "alibi": "ALiBi",
@@ -143,3 +144,9 @@ def attention_rows() -> dict[tuple[str, int], dict[str, Row]]:
 
 def budget(row: Row) -> float | None:
     return row["settings"].get("memory.budget_gib")
+
+
+def table(head: list[str], body: list[list[str]]) -> str:
+    """Formats a table as Markdown."""
+    lines = head, ["---"] * len(head), *body
+    return "".join("|" + "|".join(f" {x} " if x else " " for x in cells) + "|\n" for cells in lines)

@@ -1,0 +1,145 @@
+"""The tables of a model before and after its context was extended, in docs/recipes.md and
+docs/long_context.md."""
+
+from collections.abc import Callable
+
+from measurements import Row, read, table
+
+from bptjax.tasks import TASKS
+
+EXTENSION = "extension_h200.jsonl", "extension_h100.jsonl"
+
+
+def perplexity(name: str) -> str:
+    """The perplexity of models by position."""
+    rows = read(name)
+    models = list(dict.fromkeys(row["model"] for row in rows))
+    found = {(row["start"], row["end"], row["model"]): row["perplexity"] for row in rows}
+    body = [
+        [f"{start:,} to {end:,}", *(f"{found[start, end, model]:.1f}" for model in models)]
+        for start, end in dict.fromkeys((row["start"], row["end"]) for row in rows)
+    ]
+    return table(["positions", *(f"`{model}`" for model in models)], body)
+
+
+def extension_perplexity() -> str:
+    """The perplexity by position of a model before and after its context was extended."""
+    rows = [r for r in read(EXTENSION[0]) if r["measure"] == "perplexity"]
+    before, after = ([r for r in rows if r["variant"] == x] for x in ("before", "theta"))
+    short = f"after, last {after[0]['short_context']:,} tokens only"
+    body = [
+        [
+            f"{x['start']:,} to {x['end']:,}",
+            f"{x['perplexity']:,.2f}",
+            f"{y['perplexity']:.2f}",
+            f"{y['short_perplexity']:.2f}",
+        ]
+        for x, y in zip(before, after, strict=True)
+    ]
+    return table(["positions", "before", "after", short], body)
+
+
+def extension_rows() -> list[Row]:
+    """Returns the rows of all ways to extend a context."""
+    return [row for name in EXTENSION for row in read(name)]
+
+
+def extension_scores() -> str:
+    """The scores of a model's tasks by length, before and after its context was extended."""
+    models = {
+        ("before", 65536): "before",
+        ("theta", 65536): "after",
+        ("fewer_steps", 65536): "after 50 steps",
+        ("fewer_steps", 131072): "after 50 steps of 131,072",
+        ("chats_25", 65536): "after 50 steps, a quarter chats",
+        ("smaller_theta_200_steps", 65536): "after, theta 1.6 million",
+    }
+    rows = [r for r in extension_rows() if "task" in r]
+    found = {(r["task"], (r["variant"], r["length_trained"]), r["length"]): r for r in rows}
+    lengths = sorted({r["length"] for r in rows})
+    form = "{score:.2f} ({low:.2f}–{high:.2f})"
+    body = [
+        [task, models[of]]
+        + [form.format(**row) if (row := found.get((task, of, n))) else "" for n in lengths]
+        for task, of in sorted(
+            {(task, of) for task, of, _ in found if of in models},
+            key=lambda x: (list(TASKS).index(x[0]), list(models).index(x[1])),
+        )
+    ]
+    return table(["task", "model", *(f"{n:,}" for n in lengths)], body)
+
+
+def extension_ways() -> str:
+    """Ways to extend a context: held-out loss, perplexity and pass keys."""
+    names = {"yarn_50": "YaRN", "chats_25": "a quarter chats"}
+    ways: dict[tuple[str, int, str], list[Row]] = {}
+    for name in EXTENSION:
+        for row in read(name):
+            ways.setdefault((row["variant"], row["length_trained"], name), []).append(row)
+    body = []
+    for (variant, length, _), rows in ways.items():
+        if variant == "before":
+            continue
+        (run,) = (r for r in rows if r["measure"] == "train")
+        ranges = [r for r in rows if r["measure"] == "perplexity"]
+        keys = {r["length"]: r for r in rows if r["measure"] == "passkey"}
+        form = "{score:.2f} ({low:.2f}–{high:.2f})"
+        if not ranges:
+            continue
+        body.append(
+            [
+                f"{length:,}",
+                names.get(variant, f"theta {run['rope_theta'] / 1e6:.1f} million"),
+                f"{list(run['held_out'])[-1]}: {run['tokens'] / 1e6:.1f} million",
+                f"{run['seconds'] / 60:.1f}, {run['device'].split()[1]}",
+                *(f"{r['perplexity']:.2f}" for r in (ranges[0], ranges[-1])),
+                f"{ranges[-1]['perplexity'] / ranges[-1]['short_perplexity']:.2f}",
+                *(
+                    form.format(**keys[n]) if n in keys else ""
+                    for n in (length // 4, length // 2, length)
+                ),
+            ]
+        )
+    return table(
+        [
+            "length",
+            "way",
+            "steps: tokens",
+            "minutes",
+            "perplexity, first eighth",
+            "perplexity, last eighth",
+            "ratio to a short context only",
+            *(f"pass keys, {part} length" for part in ("quarter of the", "half the", "whole")),
+        ],
+        body,
+    )
+
+
+def extension_chats() -> str:
+    """The loss on chats that the model wrote before its context was extended."""
+    names = {
+        ("before", 65536): "before",
+        ("fewer_steps", 65536): "after 50 steps",
+        ("fewer_steps", 131072): "after 50 steps of 131,072",
+        ("chats_25", 65536): "after 50 steps, a quarter chats",
+    }
+    found = {
+        (r["variant"], r["length_trained"]): r["loss"]
+        for r in extension_rows()
+        if r["measure"] == "chats"
+    }
+    before = found["before", 65536]
+    body = [
+        [name, f"{found[of]:.3f}", f"{found[of] - before:+.3f}" if of[0] != "before" else ""]
+        for of, name in names.items()
+    ]
+    return table(["model", "loss (nats per token)", "change"], body)
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "extend_tiny": lambda: perplexity("extend_tiny_cpu.json"),
+    "extension_perplexity": extension_perplexity,
+    "extension_scores": extension_scores,
+    "extension_chats": extension_chats,
+    "extension_ways": extension_ways,
+}
