@@ -209,9 +209,9 @@ class Checkpoints:
         """Copies `state` from the devices and returns while threads write the copy.
 
         The caller may donate `state` (a pytree of jax arrays, none of size 0 and none uint4) after
-        the call. `extra` is JSON. Waits for the previous save and raises its error. Skips a step
-        that was just saved or restored. Keeps the checkpoint of `best` in addition to the newest
-        ones, and names it in `best.json` in the run directory.
+        the call. `extra` is JSON. Waits for the previous save and raises its error. Skips the
+        state of a step that was just saved or restored. Keeps the checkpoint of `best` in addition
+        to the newest ones, and names it in `best.json` in the run directory.
 
         Raises:
           OSError: the previous save or this save failed, or the run directory was removed;
@@ -221,11 +221,13 @@ class Checkpoints:
         if self._has_run and not self.directory.parent.is_dir():
             # Orbax would create the directory again, without the run's other files.
             raise FileNotFoundError(f"{self.directory.parent}: was removed")
-        if step == self._step:
-            return
-        self._step, restored = step, self._step
         self._best.step = best.step if best else None
         self._record = {"step": best.step, best.metric: best.value} if best and best.step else None
+        if step == self._step:
+            if jax.process_index() == 0:
+                self._write_best(self.directory.parent)
+            return
+        self._step, restored = step, self._step
         leaves = _leaves(state)
         meta = {"extra": extra, "leaves": {name: _kind(leaf) for name, leaf in leaves.items()}}
         items = {"state": ocp.args.StandardSave(leaves), "meta": ocp.args.JsonSave(meta)}
@@ -446,9 +448,11 @@ class Checkpoints:
         and the directory is not yet renamed."""
         path = self._written_to / f"{self._step}{HALF_WRITTEN}"
         write_manifest(path)
+        self._write_best(path if self._copies else self.directory.parent)
+
+    def _write_best(self, directory: Path) -> None:
         if self._record:
-            best = path if self._copies else self.directory.parent
-            write_atomically(best / BEST, json.dumps(self._record) + "\n")
+            write_atomically(directory / BEST, json.dumps(self._record) + "\n")
 
 
 def _merge(directory: Path) -> None:

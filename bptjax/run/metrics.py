@@ -71,31 +71,36 @@ def lost_records(file: Path, step: int, saved: int | None) -> str | None:
 class JsonlWriter:
     """Writer of `<run_dir>/<name>`, one JSON object per record, on disk when `write` returns.
 
-    Continues after `resume_step` and drops the records of later steps, which the run will repeat.
-    With None, starts an empty file.
+    Continues after `resume_step`, and drops the records of later steps and those after the first
+    `saved`, which the run will repeat. With None, starts an empty file, and drops none.
 
     Attributes:
       count: number of records in the file.
     """
 
     def __init__(
-        self, run_dir: Path | str, *, name: str = "metrics.jsonl", resume_step: int | None = None
+        self,
+        run_dir: Path | str,
+        *,
+        name: str = "metrics.jsonl",
+        resume_step: int | None = None,
+        saved: int | None = None,
     ):
         self._path = Path(run_dir) / name
-        self._file = self._open(resume_step)
+        self._file = self._open(resume_step, saved)
 
-    def _open(self, resume_step: int | None) -> TextIO:
+    def _open(self, resume_step: int | None, saved: int | None) -> TextIO:
         records = []
         if resume_step is not None and self._path.exists():
-            records = [r for r in read_metrics(self._path) if r["step"] <= resume_step]
+            records = [r for r in read_metrics(self._path) if r["step"] <= resume_step][:saved]
         self.count = len(records)
         write_atomically(self._path, "".join(json.dumps(record) + "\n" for record in records))
         return self._path.open("a", encoding="utf-8")
 
-    def rewind(self, step: int) -> None:
-        """Drops the records of later steps, which the run will repeat."""
+    def rewind(self, step: int, saved: int | None = None) -> None:
+        """Drops the records that a run resumed at `step` would drop."""
         self._file.close()
-        self._file = self._open(step)
+        self._file = self._open(step, saved)
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Writes a record of numbers, arrays with one element, strings, and dicts for JSON. Numbers

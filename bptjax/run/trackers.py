@@ -54,9 +54,9 @@ class Trackers:
         for tracker in self._trackers:
             tracker.put((step, numbers))
 
-    def rewind(self, step: int) -> None:
+    def rewind(self, step: int, saved: int | None = None) -> None:
         """Continues after `step`, like a resumed run."""
-        self._writer.rewind(step)
+        self._writer.rewind(step, saved)
         for tracker in self._trackers:
             tracker.close()
         self._trackers = self._open(step or None)

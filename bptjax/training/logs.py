@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -30,11 +31,12 @@ class Logs:
     progress: RunProgress | NullLogger
     sizes: Callable[[], dict[str, int]] = dict
 
-    def rewind(self, step: int) -> None:
-        """Drops the records of later steps, which the run will repeat."""
-        self.metrics.rewind(step)
-        self.predictions.rewind(step)
-        self.tasks.rewind(step)
+    def rewind(self, step: int, saved: Mapping[str, int]) -> None:
+        """Drops the records after `step`, at which the sizes were `saved`; the run will repeat
+        them."""
+        self.metrics.rewind(step, saved.get(METRICS))
+        self.predictions.rewind(step, saved.get(PREDICTIONS))
+        self.tasks.rewind(step, saved.get(TASK_ROWS))
 
 
 @contextmanager
@@ -47,11 +49,12 @@ def open_logs(run: TrainingRun, start: int, saved: Mapping[str, int]) -> Iterato
         return
     config, directory, resume_step = run.config, run.directory, start or None
     lost = list(_lost(directory, start, saved)) if start else []
-    writer = JsonlWriter(directory, resume_step=resume_step)
+    writer = JsonlWriter(directory, resume_step=resume_step, saved=saved.get(METRICS))
     files = {METRICS: writer}
     for name, wanted in ((PREDICTIONS, run.eval_prompts), (TASK_ROWS, run.tasks)):
         if wanted:
-            files[name] = JsonlWriter(directory, name=name, resume_step=resume_step)
+            more: dict[str, Any] = dict(resume_step=resume_step, saved=saved.get(name))
+            files[name] = JsonlWriter(directory, name=name, **more)
     predictions, tasks = files.get(PREDICTIONS, null), files.get(TASK_ROWS, null)
 
     def sizes():

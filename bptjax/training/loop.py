@@ -146,6 +146,8 @@ class TrainLoop:
         self.best = Best.continued(metric, extra.get("best", {}))
         self.spikes = Spikes(self.run.config.train.on_spike, extra.get("spikes", {}))
         self._last_saved = self.done or None
+        # The evaluation of this step failed before the save.
+        self._unevaluated = extra.get("unevaluated", False)
         # Step, metrics, and position in the data after the step's batch.
         self._pending: tuple[int, dict[str, Any], Any] | None = None
         self._cursor: Any = None
@@ -158,7 +160,8 @@ class TrainLoop:
         Raises:
           RunFailed: the loss is no longer finite, or a record is bad.
         """
-        if self.patience_is_spent or self.done >= self.run.spec.steps:
+        finished = self.done >= self.run.spec.steps and not self._unevaluated
+        if self.patience_is_spent or finished:
             return
         self._name_slow_hosts()
         if not self.run.spec.execution.offload:  # Else a save takes the memory of activations.
@@ -177,6 +180,11 @@ class TrainLoop:
         config, spec = self.run.config, self.run.spec
         every = config.train.eval_steps
         votes: deque[Any] = deque([0] if jax.process_count() > 1 else [])
+        if self._unevaluated:
+            self._eval()
+            self._unevaluated = False
+            if config.checkpoint.keep_best and self.best.step == self.done:
+                self._save()
         while self.done < spec.steps and not self.stopped and not self.patience_is_spent:
             if self.returned:
                 break
@@ -315,7 +323,7 @@ class TrainLoop:
         self.logs.progress.log(f"{spike}; {self.spikes.roll_back(before, start.step, spike.step)}")
         self.state = complete_state(self.run, start, self.logs.progress)
         self.run.batches.set_state(spike.cursor)
-        self.logs.rewind(start.step)
+        self.logs.rewind(start.step, start.extra.get("logged", {}))
         self._throughput.resume()
 
     def _eval(self) -> None:
@@ -375,7 +383,7 @@ class TrainLoop:
             with Progress("evaluating", total, progress.status) as shown:
                 return self._evaluate(self.state.model, self.run.evaluation.sources, shown.advance)
         except (ValueError, OSError) as error:
-            text = f"step {self.done}: evaluating: {error}"
+            text, self._unevaluated = f"step {self.done}: evaluating: {error}", True
             raise self._saved(text, jax.process_count() > 1) from error
 
     def _name_slow_hosts(self) -> None:
@@ -414,6 +422,7 @@ class TrainLoop:
             "spikes": self.spikes.state(),
             "versions": computing_versions(),
             "logged": self.logs.sizes(),
+            "unevaluated": self._unevaluated,
         }
         best = self.best if self.run.config.checkpoint.keep_best else None
         self.checkpoints.save(self.done, checkpoint_view(self.run.spec, self.state), extra, best)

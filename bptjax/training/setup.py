@@ -242,7 +242,8 @@ def _unset(spec: TrainSpec) -> dict[str, Any]:
     """Returns the values that the keys of the objective have in this run if they are not set, by
     key."""
     group = spec.config.objective
-    unset = replace(group, **dict.fromkeys(group.given))
+    none: dict[str, Any] = dict.fromkeys(group.given)
+    unset = replace(group, **none)
     objective = replace(spec, config=replace(spec.config, objective=unset)).objective
     keys = objective.settings().items()
     return {f"objective.{key}": getattr(objective, name) for key, name in keys}

@@ -155,7 +155,7 @@ def test_bad_input_is_one_line(tmp_path, capsys, flags, message, model, monkeypa
 
 
 def test_advice_about_keys_without_a_flag():
-    reader = RecordReader(lambda _: [dict(tokens=[1] * 9, labels=np.array([-100]))], 8, "error")
+    reader = RecordReader(lambda _: [dict(tokens=np.ones(9), labels=np.array([-100]))], 8, "error")
     with pytest.raises(ValueError, match="set data.too_long to drop") as raised:
         reader(lambda: "", Location("a.jsonl", "record 1"))
     wanted = "a.jsonl, record 1: 9 tokens: must be at most --seq_len=8; raise it"

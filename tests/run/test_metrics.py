@@ -49,6 +49,9 @@ def test_resume_drops_the_steps_taken_again(tmp_path):
     assert rows(tmp_path)[-1] == {"step": 51, "train/loss": 1.0}
     writer.close()
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+    # An evaluation after the save.
+    JsonlWriter(tmp_path, resume_step=50, saved=2).close()
+    assert [row["step"] for row in rows(tmp_path)] == [48, 49]
 
 
 def test_half_written_line_of_a_kept_step(tmp_path):

@@ -17,7 +17,7 @@ from bptjax.cost.devices import KINDS, DeviceKind
 from bptjax.data.tokenizer import ByteTokenizer
 from bptjax.optim.optimizer import OptimizerConfig
 from bptjax.optim.schedule import describe_schedule, learning_rate
-from bptjax.run.metrics import RunProgress, read_metrics
+from bptjax.run.metrics import JsonlWriter, RunProgress, read_metrics
 from bptjax.training.loop import TrainLoop
 from bptjax.training.resume import describe_extension
 from training.runs import rows, saved_steps, stop_at
@@ -154,11 +154,16 @@ def test_learning_rate_of_an_extended_run(kind, start, jumps):
 
 @pytest.fixture
 def losses(monkeypatch):
-    """Sets eval/loss by step, with which evaluations return at once."""
+    """Sets eval/loss by step, with which evaluations return at once, or None where they fail."""
     found = {}
 
+    def evaluate(model, batches, progress):
+        if (loss := found[loop[0].done]) is None:
+            raise OSError("changed")
+        return {"eval/loss": loss}
+
     def evaluator(spec):
-        return lambda model, batches, progress: {"eval/loss": found[loop[0].done]}
+        return evaluate
 
     loop, start = [], TrainLoop.__init__
 
@@ -175,7 +180,8 @@ def losses(monkeypatch):
 def test_early_stopping_and_the_best_checkpoint(
     arguments, tmp_path, monkeypatch, capsys, losses, caplog
 ):
-    """Also stopped between, resumed, and resumed again when it is complete."""
+    """Also stopped between, resumed, and resumed again when it is complete. A failed evaluation is
+    made up for."""
     losses |= {0: 1.0, 2: 5.0, 4: 3.0, 6: 4.0, 8: 3.0, 10: 2.0, 12: math.nan, 14: 3.0, 16: 2.0}
     command = [*arguments, "--train.eval_steps=2", "--train.early_stopping_patience=3"]
     command += ["--checkpoint.keep_best=true", "--checkpoint.save_total_limit=1"]
@@ -187,25 +193,45 @@ def test_early_stopping_and_the_best_checkpoint(
     assert line in out
     best = f"best:       {whole / 'checkpoints' / '10'}, eval/loss 2.0000; generate, evaluate and"
     assert best in out
+    losses[10] = None
+    assert main([*command, f"--run_dir={run_dir}"]) == 1
+    assert "step 10: evaluating: changed; step 10 is saved" in capsys.readouterr().err
+    losses[10], write = 2.0, JsonlWriter.write
+
+    def killed(self, step, metrics):
+        if step == 11:
+            raise OSError("killed")
+        write(self, step, metrics)
+
     with monkeypatch.context() as patch:
+        # The checkpoint from before the evaluation is still the newest one.
+        patch.setattr(JsonlWriter, "write", killed)
+        assert main([*command, f"--run_dir={run_dir}"]) == 1
+        patch.setattr(JsonlWriter, "write", write)
         stop_at(13, signal.SIGTERM, patch)
         assert main([*command, f"--run_dir={run_dir}"]) == 143
     assert saved_steps(run_dir) == [10, 14]
     losses[0] = 0.0  # Not evaluated again.
     assert main([*command, f"--run_dir={run_dir}"]) == 0
     assert line in capsys.readouterr().out
-    for directory in (whole, run_dir):
+    both = whole, run_dir
+    for directory in both:
         assert saved_steps(directory) == [10, 16]
         assert json.loads((directory / "best.json").read_text()) == {"step": 10, "eval/loss": 2.0}
     assert rows(run_dir) == rows(whole) and max(rows(whole)) == 16
+    evaluated = [[r for r in read_metrics(x / "metrics.jsonl") if "eval/loss" in r] for x in both]
+    assert evaluated[0] == evaluated[1] and len(evaluated[0]) == 9
     assert main([*command, f"--run_dir={run_dir}"]) == 0
     assert max(rows(run_dir)) == 16 and line in capsys.readouterr().out
     # With more patience it goes on.
-    losses |= {18: 1.5, 20: 1.6}
+    losses |= {18: 1.6, 20: None}
     command = [flag.replace("patience=3", "patience=4") for flag in command]
+    assert main([*command, f"--run_dir={run_dir}"]) == 1
+    assert json.loads((run_dir / "best.json").read_text())["step"] == 18
+    losses[20] = 1.5
     assert main([*command, f"--run_dir={run_dir}"]) == 0
     assert max(rows(run_dir)) == 20 and saved_steps(run_dir) == [18, 20]
-    assert json.loads((run_dir / "best.json").read_text())["step"] == 18
+    assert json.loads((run_dir / "best.json").read_text())["step"] == 20
     assert not caplog.text
 
 
