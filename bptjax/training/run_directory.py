@@ -68,7 +68,7 @@ def acquire_run_dir(run_dir: Path, config: Config, unset: Mapping[str, Any] | No
     """Creates `run_dir` for this config, or checks that it already belongs to this config.
 
     Args:
-      unset: values that null stands for, by key.
+      unset: values that null and auto stand for, by key.
 
     Raises:
       ValueError: the directory belongs to another config, or holds other files.
@@ -82,7 +82,7 @@ def acquire_run_dir(run_dir: Path, config: Config, unset: Mapping[str, Any] | No
         theirs = default | OLD_VALUES | saved_values(run_dir)
         for key, value in (unset or {}).items():
             for each in (theirs, ours):
-                each[key] = value if each.get(key) is None else each[key]
+                each[key] = value if each.get(key) in (None, "auto") else each[key]
         named = ours | {key: default[key] for key, value in ours.items() if value == {}}
         for key in sorted(theirs.keys() | ours.keys()):
             same = theirs.get(key) in (ours.get(key), named.get(key))

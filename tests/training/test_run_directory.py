@@ -237,11 +237,12 @@ def test_a_run_of_an_older_version_is_resumed_exactly(arguments, tmp_path, monke
 
 def test_a_resumed_run_may_name_a_default(tmp_path):
     command, key = [f"--run_dir={tmp_path}", "--objective.type=dpo"], "objective.share_prompt"
-    acquire_run_dir(tmp_path, parse(command))
-    for named in ([], [f"--{key}=true"]):
-        acquire_run_dir(tmp_path, parse([*command, *named]), {key: True})
+    unset = {key: True, "objective.reference": "cached"}
+    acquire_run_dir(tmp_path, parse(command).on("cpu"))  # With reference=auto.
+    for named in ([], [f"--{key}=true", "--objective.reference=cached"]):
+        acquire_run_dir(tmp_path, parse([*command, *named]).on("cpu"), unset)
     with pytest.raises(ValueError, match=f"with {key}=True, and this run has False"):
-        acquire_run_dir(tmp_path, parse([*command, f"--{key}=false"]), {key: True})
+        acquire_run_dir(tmp_path, parse([*command, f"--{key}=false"]).on("cpu"), unset)
 
 
 def test_sources_of_an_older_version_lack_newer_keys(tmp_path):
