@@ -105,10 +105,16 @@ def train(command: list[str], run: Path) -> dict[str, Any]:
     records = list(read_metrics(run / "metrics.jsonl"))
     held_out = {x["step"]: x["eval/loss"] for x in records if "eval/loss" in x}
     steps = [x for x in records if "throughput/tokens_per_second" in x]
-    (device,) = set(re.findall(r"devices: 1 × (.*?), jax", (run / "log.txt").read_text()))
+    log = (run / "log.txt").read_text()
+    (device,) = set(re.findall(r"devices: 1 × (.*?), jax", log))
+    # Set by hand, chosen by extend_to, or the checkpoint's.
+    theta = (read_yaml(run / "config.yaml")["model"].get("rope_parameters") or {}).get("rope_theta")
+    for chosen in re.findall(r"model.extend_to: .*rope_theta ([\d,.]+)", log):
+        theta = float(chosen.replace(",", ""))
+    base = json.loads((run / "hf" / "config.json").read_text())["rope_theta"]
     return dict(
         device=device,
-        rope_theta=json.loads((run / "hf" / "config.json").read_text())["rope_theta"],
+        rope_theta=theta or base,
         peak_gib=max(x.get("memory/peak_gib", 0.0) for x in records),
         seconds=round(time.perf_counter() - start, 1),
         held_out=held_out,

@@ -5,6 +5,7 @@ python scripts/pictures.py
 
 from pathlib import Path
 
+import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from measurements import (
@@ -161,7 +162,28 @@ def draw_preferences(file: Path, name: str) -> None:
     FigureCanvasAgg(figure).print_png(file)
 
 
+def draw_clipping(file: Path, name: str) -> None:
+    """Draws the losses of a run with exact and with delayed clipping, and their differences, also
+    where the norm of no step is limited."""
+    figure = Figure(figsize=(11, 3.6), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    runs = {(r["optimizer.clip"], r["optimizer.max_grad_norm"]): r for r in read(name)["runs"]}
+    highest = min(norm for _, norm in runs)
+    for clip in ("exact", "delayed"):
+        left.plot(runs[clip, highest]["losses"], label=f"optimizer.clip: {clip}", linewidth=1)
+    for norm in sorted({norm for _, norm in runs}, reverse=True):
+        exact, delayed = (np.array(runs[clip, norm]["losses"]) for clip in ("exact", "delayed"))
+        limited = f"max_grad_norm: {norm:g}" if norm == highest else "no norm limited"
+        right.plot(delayed - exact, label=limited, linewidth=1)
+    left.set(xlabel="optimizer step", title="Loss", yscale="log")
+    right.set(xlabel="optimizer step", title="Loss with delayed less loss with exact clipping")
+    for axes in (left, right):
+        axes.legend()
+    FigureCanvasAgg(figure).print_png(file)
+
+
 def main() -> None:
+    draw_clipping(RESULTS / "clip_losses_h200.png", "clip_losses_h200.json")
     draw_preferences(RESULTS / "preferences_h200.png", "preferences_h200.jsonl")
     draw_extension(RESULTS / "extension_h200.png", "extension_h200.jsonl")
     draw_in_less_memory(RESULTS / "less_memory_h200.png")

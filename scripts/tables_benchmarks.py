@@ -246,7 +246,9 @@ def auto(name: str) -> str:
         work += ", QLoRA" if row["settings"].get("adapter.type") == "qlora" else ""
         limit = f"{budget(row)} GiB" if budget(row) else ""
         ours = f"{row['tokens_per_second']:,.0f}, {gib(row)}"
-        cells = [work, tokens(row), limit, f"`{row['attention']}`", settings(row)]
+        clip = row["settings"].get("optimizer.clip")
+        chosen = ", ".join([settings(row), *([f"`clip: {clip}`"] if clip else [])])
+        cells = [work, tokens(row), limit, f"`{row['attention']}`", chosen]
         cells += [f"{row['choice_s']:.0f} s", ours]
         body.append([*cells, *beside(peer, row), "", ""][:9])
     head = ["", "tokens", "budget", "attention", "chosen settings", "time to choose"]

@@ -17,8 +17,11 @@ def trees() -> str:
         for H in (128, 64):
             cells = [case, str(H)]
             for name in ("fa4", "triton"):
-                tree, same = (found[name, x, H]["step_tflops"] for x in (case, other))
-                cells += [f"{tree:.0f}", f"{same:.0f}", f"{tree / same:.2f}"]
+                if (name, case, H) in found:
+                    tree, same = (found[name, x, H]["step_tflops"] for x in (case, other))
+                    cells += [f"{tree:.0f}", f"{same:.0f}", f"{tree / same:.2f}"]
+                else:
+                    cells += ["", "", ""]
             body.append(cells)
     heads = [[f"`{name}`, tree", "without", "ratio"] for name in ("fa4", "triton")]
     return table(["case", "head size", *heads[0], *heads[1]], body)

@@ -51,6 +51,7 @@ def extension_scores() -> str:
         ("theta", 65536): "after",
         ("fewer_steps", 65536): "after 50 steps",
         ("fewer_steps", 131072): "after 50 steps of 131,072",
+        ("low_rate_50", 65536): "after 50 steps, learning rate 3e-5",
         ("chats_25", 65536): "after 50 steps, a quarter chats",
         ("smaller_theta_200_steps", 65536): "after, theta 1.6 million",
     }
@@ -121,6 +122,7 @@ def extension_chats() -> str:
         ("before", 65536): "before",
         ("fewer_steps", 65536): "after 50 steps",
         ("fewer_steps", 131072): "after 50 steps of 131,072",
+        ("low_rate_50", 65536): "after 50 steps, learning rate 3e-5",
         ("chats_25", 65536): "after 50 steps, a quarter chats",
     }
     found = {
