@@ -298,6 +298,7 @@ def test_no_array_is_as_large_as_a_mask():
         (dict(remat="full", offload=0.25), {(256, 32): 1}),
         (dict(remat="save_attention"), {(1024, 32): 1, (1024, 4, 8): 1, (1024, 4): 1}),
         (dict(remat="nested(3)"), {(1024, 32): 1}),
+        (dict(remat="nested_full(3)"), {(1024, 32): 1}),
     ],
     ids=str,
 )

@@ -201,7 +201,8 @@ def test_the_longest_planned_length_fits_and_the_next_does_not(factor, room_for)
     found = room_for(factor, "Llama-3.1 8B", "full")
     at = settings.LENGTHS.index(found["T"])
     assert found["peak_gib"] <= found["room_gib"]
-    again = settings.Case("Llama-3.1 8B", "full", "h100", [], factor)
+    assert found["states"] == "int8 in host memory"
+    again = settings.Case("Llama-3.1 8B", "full", "h100", settings.STATES[found["states"]], factor)
     assert again.peak(settings.LENGTHS[at + 2]) > again.limit.device
     assert found["tokens_per_second"] > 0 and len(found["compiled"]) <= settings.MOST_COMPILED
 

@@ -35,7 +35,7 @@ from bptjax.training.state import abstract_state
 # the host memory that activations may take.
 SAFE, HOST_SHARE = 0.985, 0.6
 # Bytes of host memory per device, assumed for devices that are not on this machine.
-HOST_MEMORY = 64 * GIB
+HOST_MEMORY = 128 * GIB
 # Config keys, other than the model's, that a compiled step depends on.
 COMPILED_KEYS = (
     "train.seq_len",

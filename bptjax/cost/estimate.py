@@ -15,7 +15,7 @@ import numpy as np
 from bptjax.cost.devices import KINDS, kind_of
 from bptjax.cost.flops import mixing_flops
 from bptjax.cost.memory import absent_host_bytes, gradient_bytes, tree_bytes
-from bptjax.models.execution import REMAT, RESIDUAL_NAMES, UNCHUNKED, Execution
+from bptjax.models.execution import UNCHUNKED, Execution
 from bptjax.models.feed_forward import FeedForward
 from bptjax.models.feed_forwards import FEED_FORWARDS
 from bptjax.ops import attention
@@ -48,6 +48,9 @@ TRAINED, FROZEN = 3.0, 2.25
 SPLIT = 8
 # Share of a transfer to host memory that computation does not hide.
 EXPOSED = 0.3
+# Time of a step for optimizer states in host memory, relative to their transfer in one direction,
+# from the int8 states of in_backward_h200.jsonl.
+EXPOSED_STATES = 0.75
 
 
 @dataclass(frozen=True)
@@ -75,6 +78,7 @@ class Estimator:
     Attributes:
       held: bytes of parameters and optimizer state on a device; with float8, also of the linear
         layers in 8 bits, except with QLoRA.
+      states_on_host: bytes per device of optimizer state in host memory.
       gradients: bytes of gradients on a device.
       tokens: tokens of a micro-batch on a device.
       sequence: tokens of a sequence on a device.
@@ -85,7 +89,9 @@ class Estimator:
         self.estimates: dict[Execution, Estimate] = {}  # A search asks for the same ones again.
         train, state = spec.config.train, abstract_state(spec)
         self.trained = tree_bytes(split_trained(spec, state.model)[0])
-        self.held = tree_bytes(state.model) + tree_bytes(state.opt_state) - absent_host_bytes(spec)
+        absent = absent_host_bytes(spec)
+        self.held = tree_bytes(state.model) + tree_bytes(state.opt_state) - absent
+        self.states_on_host = tree_bytes(state.opt_state, host=True) + absent
         # Experts are not converted, and take most of a step.
         linear = FEED_FORWARDS[self.model.feed_forward].LINEAR
         self.float8 = train.linear == "float8" and linear
@@ -158,8 +164,7 @@ class Estimator:
 
     def saved_names(self, execution: Execution) -> set[str]:
         """Returns the names of the activations that are saved in each layer."""
-        policy = RESIDUAL_NAMES if execution.nested else REMAT[execution.remat]
-        names = set(self.widths) if policy is None else {*policy, *execution.save}
+        names = set(self.widths) if execution.policy is None else {*execution.saved}
         if execution.ffn_chunk < self.sequence:
             names -= UNCHUNKED
         return names & self.widths.keys()
@@ -173,13 +178,15 @@ class Estimator:
         m, n, rates, L = self.model, self.tokens, self.rates, self.model.num_layers
         names, size, tp, nested = self.saved_names(execution), self.size, self.tp, execution.nested
         layer = n * (m.hidden_size * size + sum(self.widths[name] for name in names))
-        # nested(k) saves the inputs of groups, and the layers of one group at a time.
+        # Nested policies save the inputs of groups, and the layers of one group at a time.
         outer = n * m.hidden_size * size * (L // nested) if nested else 0
         inner = layer * (nested or L)
         if self.in_backward:
             # Each layer processes all micro-batches before the next layer.
             outer, inner = outer * self.micro_batches, inner * self.micro_batches
         moved = int(execution.offload * (outer or inner))
+        # Activations of the layer that runs are on the device, though the host saves them.
+        moving = 0 if nested else int(execution.offload * (layer - n * m.hidden_size * size))
 
         def products(names):
             return 2.0 * n * L * sum(self.products[name][0] for name in names)
@@ -227,6 +234,7 @@ class Estimator:
         seconds += 2 * EXPOSED * transfer + 2 * max(0.0, transfer - seconds / 4)
         seconds *= self.micro_batches
         seconds += 2 * (self.trained + self.held) / rates.bandwidth
+        seconds += EXPOSED_STATES * self.states_on_host / rates.link
 
         chunk = n * min(execution.ffn_chunk / self.sequence, 1.0)
         stream = (STREAM_WORKSPACE - HEADS_WORKSPACE * (1 - 1 / groups)) * n * m.hidden_size
@@ -240,4 +248,5 @@ class Estimator:
         # Most gradients do not exist yet during the loss.
         workspace = max(workspace, loss - self.gradients) + FRAGMENTED * loss
         flops = self.micro_batches * (layers + head + attending)
-        return Estimate(seconds, flops, int(outer + inner - moved), moved, int(workspace))
+        saved = int(outer + inner - moved) + moving
+        return Estimate(seconds, flops, saved, moved, int(workspace))

@@ -224,6 +224,7 @@ def _policies(
     for size in GROUPS:
         if size < model.num_layers and layers % size == 0:
             yield f"nested({size})", ()
+            yield f"nested_full({size})", ()
 
 
 def _least_offload(

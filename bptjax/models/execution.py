@@ -65,7 +65,7 @@ class Execution:
         if self.remat not in REMAT and not self.nested:
             raise ValueError(
                 f"execution.remat={self.remat}: must be one of {', '.join(REMAT)}, or nested(k) "
-                "with k > 1"
+                "or nested_full(k) with k > 1"
             )
         for name in self.save:
             if name not in NAMES:
@@ -93,16 +93,22 @@ class Execution:
 
     @property
     def nested(self) -> int | None:
-        """The k of nested(k); None for other policies and k = 1."""
-        match = re.fullmatch(r"nested\((\d+)\)", self.remat)
+        """The k of nested(k) and nested_full(k); None for other policies and k = 1."""
+        match = re.fullmatch(r"nested(?:_full)?\((\d+)\)", self.remat)
         return int(match[1]) if match and int(match[1]) > 1 else None
 
     @property
+    def policy(self) -> tuple[str, ...] | None:
+        """Names of the activations of each layer that the policy saves; None without remat. With
+        nested(k) and nested_full(k), while the backward pass of a group of layers runs."""
+        if self.nested:
+            return REMAT["full" if self.remat.startswith("nested_full") else "save_attention"]
+        return REMAT[self.remat]
+
+    @property
     def saved(self) -> tuple[str, ...]:
-        """Names of the activations of each layer that are saved; with nested(k), while the backward
-        pass of a group of layers runs."""
-        policy = RESIDUAL_NAMES if self.nested else REMAT[self.remat]
-        return NAMES if policy is None else (*policy, *self.save)
+        """Names of the activations of each layer that are saved, as in `policy`."""
+        return NAMES if self.policy is None else (*self.policy, *self.save)
 
     def check(self, model: ModelConfig) -> None:
         """Checks the policy against the model's layers.
@@ -150,9 +156,9 @@ class Execution:
             checkpoint = partial(jax.checkpoint, policy=save_all_but_slices)
             return scan_layers(step, carry, kinds, checkpoint=checkpoint)
         if self.nested is None:
-            checkpoint = self._checkpoint(REMAT[self.remat] or ())
+            checkpoint = self._checkpoint(self.policy or ())
             return scan_layers(step, carry, kinds, checkpoint=checkpoint)
-        count, inner = self.groups(len(kinds)), self._checkpoint(RESIDUAL_NAMES, offload=False)
+        count, inner = self.groups(len(kinds)), self._checkpoint(self.policy or (), offload=False)
         size = len(kinds) // count
 
         def group(carry, index, kind):
@@ -178,10 +184,10 @@ class Execution:
         if self.remat == "none":
             raise NotImplementedError("execution.remat=none: saves no activations by name")
         if self.nested is None:
-            checkpoint = self._checkpoint(REMAT[self.remat] or ())
+            checkpoint = self._checkpoint(self.policy or ())
             return runner.run(carry, kinds, first=first, checkpoint=checkpoint)
         size = len(kinds) // self.groups(len(kinds))
-        inner = self._checkpoint(RESIDUAL_NAMES, offload=False)
+        inner = self._checkpoint(self.policy or (), offload=False)
 
         def save(carry):
             x, *others = carry
@@ -238,7 +244,8 @@ class ExecutionConfig:
       remat: activations of each layer that are saved for the backward pass. none saves all; dots
         saves the outputs of matrix products and attention; save_attention saves the output of
         attention, so that its kernel does not run again; full saves the input of the layer;
-        nested(k) saves the input of every k-th layer and recomputes k layers at a time.
+        nested(k) saves the input of every k-th layer and recomputes k layers at a time;
+        nested_full(k) also recomputes their attention once more, one layer at a time.
       save: activations to save in addition, by name. query, key, value, attended (the stream after
         attention), gate, up. schedule=fused has only key and value. The last three need ffn_chunk
         of at least seq_len. With parallel.ep above 1, gate and up of experts are never saved.
@@ -247,7 +254,7 @@ class ExecutionConfig:
       offload: share of the tokens whose saved activations move to host memory, 0 to 1.
       head_groups: groups of heads that attention computes one after the other, from the projections
         to the output projection. Must divide the key heads of a device. More groups take less
-        memory per token; with remat=full, the forward kernel then runs once more.
+        memory per token; with remat=full or nested_full(k), the forward kernel then runs once more.
     """
 
     attention_implementation: str = "auto"

@@ -17,6 +17,7 @@ from bptjax.models.execution import UNCHUNKED, ExecutionConfig, MemoryConfig
 from bptjax.models.groups.full_attention import FullAttentionConfig, SharedKvConfig
 from bptjax.models.groups.linear_attention import LinearAttentionConfig
 from bptjax.objectives import ObjectiveConfig
+from bptjax.optim.optimizer import OptimizerConfig
 from bptjax.parallel.mesh import ParallelConfig, make_mesh
 from bptjax.training.guards import advice
 from bptjax.training.spec import TrainSpec
@@ -111,6 +112,37 @@ def test_heads_run_in_groups_where_memory_is_short():
     assert chosen.head_groups > 1 and peak(chosen) <= limit.device
     limit = MemoryLimit(80 * GIB, 0)
     assert choose(spec, limit, Memory(spec, limit, 1.0)).execution.head_groups == 1
+
+
+def test_the_longest_sequences_save_the_inputs_of_groups_of_layers():
+    """In host memory; heads run in groups, and attention runs again layer by layer."""
+    spec = make_spec(1_048_576)
+    found = smallest(spec, MemoryLimit(0, 16 * GIB))
+    assert (found.remat, found.offload, found.head_groups) == ("nested_full(4)", 1.0, 4)
+    estimator, kept = Estimator(spec), replace(found, remat="nested(4)")
+    more = estimator(kept).saved - estimator(found).saved
+    # Attention's output, and its statistics in float32, of four layers.
+    assert more == 4 * 2**20 * (2 * MODEL.hidden_size + 4 * MODEL.num_heads)
+    assert estimator(kept).host == estimator(found).host == 16 * GIB
+    assert estimator(kept).seconds < estimator(found).seconds
+
+
+def test_activations_in_host_memory_take_memory_while_their_layer_runs():
+    """With all host memory, more saved activations are not free."""
+    spec = make_spec(262_144)
+    found = smallest(spec, MemoryLimit(0, 1000 * GIB))
+    assert (found.remat, found.save, found.offload) == ("full", (), 1.0)
+    estimator = Estimator(spec)
+    queries = estimator(replace(found, save=("query",)))
+    assert queries.saved - estimator(found).saved == 2 * 262_144 * MODEL.hidden_size
+
+
+def test_optimizer_states_in_host_memory_take_time():
+    kinds = "device", "pinned_host"
+    specs = [make_spec(optimizer=OptimizerConfig(state_memory_kind=kind)) for kind in kinds]
+    here, there = map(Estimator, specs)
+    assert there.states_on_host == here.held - there.held > 0 == here.states_on_host
+    assert there(specs[0].execution).seconds > here(specs[0].execution).seconds
 
 
 def test_more_memory_is_never_slower():

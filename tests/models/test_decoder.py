@@ -160,6 +160,7 @@ POLICIES = [
     dict(remat="save_attention"),
     dict(remat="full", save=("query", "key")),
     dict(remat="nested(2)"),
+    dict(remat="nested_full(2)"),
 ]
 
 
@@ -207,6 +208,7 @@ def test_remat_saves_memory():
         dict(remat="save_attention"),
         dict(remat="full"),
         dict(remat="nested(4)"),
+        dict(remat="nested_full(4)"),
     ]
     sizes = [bytes_of(dict(ffn_chunk=1024) | how) for how in policies]
     assert sizes == sorted(sizes, reverse=True) and len(set(sizes)) == len(sizes), sizes

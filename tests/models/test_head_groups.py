@@ -57,6 +57,7 @@ CASES = {
     "attention saved": (BIASED, dict(remat="save_attention")),
     "everything saved": (BIASED, dict(remat="dots", ffn_chunk=T)),
     "nested": (BIASED, dict(remat="nested(2)")),
+    "nested, attention again": (BIASED, dict(remat="nested_full(2)")),
     "queries saved": (BIASED, dict(save=("query",))),
     "keys saved": (BIASED, dict(save=("key", "value"), remat="save_attention")),
     "on the host": (BIASED, dict(remat="save_attention", offload=0.5)),

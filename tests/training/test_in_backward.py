@@ -50,6 +50,9 @@ CASES = {
         model=dict(tied_head=True), execution=dict(remat="full"), train=dict(z_loss=0.1)
     ),
     "head groups": dict(execution=dict(remat="full", head_groups=2), accumulate=2),
+    "head groups in groups of layers": dict(
+        execution=dict(remat="nested_full(2)", head_groups=2, offload=0.5), accumulate=2
+    ),
     "head groups on a mesh": dict(
         execution=dict(head_groups=2, remat="save_attention"),
         parallel=dict(dp=2, fsdp=2, sp=2),
