@@ -4,7 +4,8 @@
 
 Needs no GPU, but `pip install -e ".[plan]"`. Each row is appended when it is planned; rows that are
 already in the file are not planned again, except rows of `--estimate`. Lengths are m · 2^k with m
-from 16 to 31. Each step has the settings that are estimated to need the least memory.
+from 16 to 31. Each step has the settings that are estimated to need the least memory. Full
+fine-tuning takes the first of `STATES`, unless others fit a longer sequence.
 """
 
 import argparse
@@ -38,9 +39,20 @@ METHODS = {
     "LoRA": ["--adapter.type=lora", "--adapter.r=16"],
     "QLoRA": ["--adapter.type=qlora", "--adapter.r=16"],
 }
-# Steps to compile for a row at most, and the share of the length by which a longer one must be
-# estimated to fit to be compiled too.
-MOST_COMPILED, PRECISION = 3, 1 / 16
+# Moments of full fine-tuning, in the order of preference.
+STATES = {
+    "bfloat16": [],
+    "int8": ["--optimizer.state_dtype=int8"],
+    "int8 in host memory": [
+        "--optimizer.state_dtype=int8",
+        "--optimizer.state_memory_kind=pinned_host",
+    ],
+}
+# Take moments of lower preference only if a sequence longer by this factor is estimated to fit.
+LONGER = 1.05
+# Steps to compile for a row at most, the share of the length by which a longer one must be
+# estimated to fit to be compiled too, and the share of the memory that estimates may use.
+MOST_COMPILED, PRECISION, MARGIN = 4, 1 / 20, 0.995
 
 
 class Case:
@@ -82,7 +94,7 @@ class Case:
 
     def longest(self) -> int:
         """Returns the number of LENGTHS that are estimated to fit."""
-        return bisect.bisect(LENGTHS, self.limit.device, key=self.peak)
+        return bisect.bisect(LENGTHS, MARGIN * self.limit.device, key=self.peak)
 
     def correct(self, length: int, found: Plan) -> None:
         """Corrects the estimates by a compiled step."""
@@ -138,19 +150,25 @@ def row(
       most: steps to compile at most; 0 estimates the length.
     """
     nothing: dict[str, Any] = dict(model=model, method=method, devices=devices, jax=jax.__version__)
-    near = [x for x in rows if (x["method"], x["devices"]) == (method, devices)]
-    scale = [1.0, *(x["scale"] for x in near if "scale" in x)][-1]
-    for dtype in ["bfloat16", "int8"] if method == "full" else ["bfloat16"]:
-        given = f"--optimizer.state_dtype={dtype}"
-        cases = {
+    known = [x for x in rows if x["method"] == method and "scale" in x]
+    near = [x for x in known if x["devices"] == devices] or known
+    scale = near[-1]["scale"] if near else 1.0
+    cases: dict[str, dict[str, Case]] = {}
+    for states, given in STATES.items() if method == "full" else [("bfloat16", [])]:
+        cases[states] = {
             mesh.replace("--parallel.", ""): Case(
-                model, method, devices, [given, *mesh.split()], scale
+                model, method, devices, [*given, *mesh.split()], scale
             )
             for mesh in meshes(devices)
         }
-        mesh, case = min(cases.items(), key=lambda x: x[1].peak(131_072))
-        number, compiled, fits, fails, seconds = case.longest(), {}, [], [], 0.0
-        found = nothing | dict(state_dtype=dtype, mesh=mesh, room_gib=case.limit.device / GIB)
+    best = {k: min(of.items(), key=lambda x: x[1].peak(131_072)) for k, of in cases.items()}
+    lengths = {k: case.longest() for k, (_, case) in best.items()}
+    most_tokens = LENGTHS[max(lengths.values()) - 1] if any(lengths.values()) else 0
+    for states, (mesh, case) in best.items():
+        number, compiled, fits, fails, seconds = lengths[states], {}, [], [], 0.0
+        if not number or most_tokens >= LONGER * LENGTHS[number - 1]:
+            continue
+        found = nothing | dict(states=states, mesh=mesh, room_gib=case.limit.device / GIB)
         while len(compiled) < most and 0 < number and LENGTHS[number - 1] not in compiled:
             T, start = LENGTHS[number - 1], time.perf_counter()
             compiled[T] = plan(case.least(T)[0], devices, case.limit.device, case.kind.platform)
@@ -177,10 +195,11 @@ def row(
     found |= dict(T=T, execution=asdict(spec.execution), tokens_per_second=speed(spec))
     if fits:
         found |= dict(peak_gib=compiled[T].peak / GIB, host_gib=compiled[T].host / GIB)
-    for mesh, case in cases.items():
-        if spec := case.fastest(8192):
-            found |= dict(mesh_8k=mesh, tokens_per_second_8k=speed(spec))
-            return found | dict(execution_8k=asdict(spec.execution))
+    for states, of in cases.items():
+        for mesh, case in of.items():
+            if spec := case.fastest(8192):
+                found |= dict(states_8k=states, mesh_8k=mesh, tokens_per_second_8k=speed(spec))
+                return found | dict(execution_8k=asdict(spec.execution))
     return found
 
 

@@ -125,6 +125,12 @@ def recipes() -> str:
     return table(names, body)
 
 
+def moments(states: str) -> str:
+    """Formats the moments of a planned row, if they are not in bfloat16 on the GPU."""
+    names = {"bfloat16": "", "int8": "int8: ", "int8 in host memory": "int8, host: "}
+    return names[states]
+
+
 def by_gpu(cell: Callable[[Row], str]) -> str:
     """Returns a table of the planned rows, with a column for each kind of GPU."""
     rows = {(r["model"], r["method"], r["devices"]): r for r in read("settings_planned.jsonl")}
@@ -167,7 +173,7 @@ def longest_planned() -> str:
             return "–"
         more = "≥ " * (row["T"] >= LONGEST_PLANNED)
         text = f"{more}{row['T']:,} ({expected(row, 'tokens_per_second')}/s)"
-        text = "int8: " * (row["state_dtype"] == "int8") + text
+        text = moments(row["states"]) + text
         return text if row["compiled"] else f"*{text}*"
 
     return by_gpu(cell)
@@ -187,7 +193,7 @@ def speeds_planned() -> str:
     def cell(row: Row) -> str:
         if "tokens_per_second_8k" not in row:
             return "–"
-        text = expected(row, "tokens_per_second_8k")
+        text = moments(row["states_8k"]) + expected(row, "tokens_per_second_8k")
         measured = found.get((SIZES[row["model"]], row["devices"]))
         if measured and row["method"] == "full":
             text += f", measured: **{measured:,.0f}**"
