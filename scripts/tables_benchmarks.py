@@ -219,7 +219,7 @@ def plans() -> str:
         others = [
             f"`{key.partition('.')[2]}: {value}`"
             for key, value in row["settings"].items()
-            if key in ("adapter.type", "parallel.sp", "parallel.ep")
+            if key in ("adapter.type", "optimizer.clip", "parallel.sp", "parallel.ep")
         ]
         others += [f"{row['layers']} layers"] if row.get("layers") == CUT else []
         body.append(
