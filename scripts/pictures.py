@@ -167,7 +167,7 @@ def draw_clipping(file: Path, name: str) -> None:
     where the norm of no step is limited."""
     figure = Figure(figsize=(11, 3.6), layout="constrained")
     left, right = figure.subplots(1, 2)
-    runs = {(r["optimizer.clip"], r["optimizer.max_grad_norm"]): r for r in read(name)["runs"]}
+    runs = {(r["optimizer.clip"], r["optimizer.max_grad_norm"]): r for r in read(name)}
     highest = min(norm for _, norm in runs)
     for clip in ("exact", "delayed"):
         left.plot(runs[clip, highest]["losses"], label=f"optimizer.clip: {clip}", linewidth=1)
