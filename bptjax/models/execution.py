@@ -64,8 +64,8 @@ class Execution:
                 raise ValueError(f"execution.{name}={getattr(self, name)}: must be at least 1")
         if self.remat not in REMAT and not self.nested:
             raise ValueError(
-                f"execution.remat={self.remat}: must be one of {', '.join(REMAT)}, or nested(k) "
-                "or nested_full(k) with k > 1"
+                f"execution.remat={self.remat}: must be one of {', '.join(REMAT)}, nested(k) and "
+                "nested_full(k) with k > 1"
             )
         for name in self.save:
             if name not in NAMES:
