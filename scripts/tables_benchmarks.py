@@ -212,7 +212,7 @@ def loss() -> str:
 
 
 def plans() -> str:
-    """Predicted beside measured memory."""
+    """The predicted memory of steps, and the measured one."""
     body = []
     for row in read("plans.json"):
         planned, measured = row["planned_gib"], row["measured_gib"]

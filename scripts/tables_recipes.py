@@ -8,6 +8,16 @@ from measurements import Row, read, table
 from bptjax.tasks import TASKS
 
 EXTENSION = "extension_h200.jsonl", "extension_h100.jsonl"
+# Names of models in tables, by way and trained length.
+MODELS = {
+    ("before", 65536): "before",
+    ("theta", 65536): "after",
+    ("fewer_steps", 65536): "after 50 steps",
+    ("fewer_steps", 131072): "after 50 steps of 131,072",
+    ("low_rate_50", 65536): "after 50 steps, learning rate 3e-5",
+    ("chats_25", 65536): "after 50 steps, a quarter chats",
+    ("smaller_theta_200_steps", 65536): "after, theta 1.6 million",
+}
 
 
 def perplexity(name: str) -> str:
@@ -46,25 +56,16 @@ def extension_rows() -> list[Row]:
 
 def extension_scores() -> str:
     """The scores of a model's tasks by length, before and after its context was extended."""
-    models = {
-        ("before", 65536): "before",
-        ("theta", 65536): "after",
-        ("fewer_steps", 65536): "after 50 steps",
-        ("fewer_steps", 131072): "after 50 steps of 131,072",
-        ("low_rate_50", 65536): "after 50 steps, learning rate 3e-5",
-        ("chats_25", 65536): "after 50 steps, a quarter chats",
-        ("smaller_theta_200_steps", 65536): "after, theta 1.6 million",
-    }
     rows = [r for r in extension_rows() if "task" in r]
     found = {(r["task"], (r["variant"], r["length_trained"]), r["length"]): r for r in rows}
     lengths = sorted({r["length"] for r in rows})
     form = "{score:.2f} ({low:.2f}–{high:.2f})"
     body = [
-        [task, models[of]]
+        [task, MODELS[of]]
         + [form.format(**row) if (row := found.get((task, of, n))) else "" for n in lengths]
         for task, of in sorted(
-            {(task, of) for task, of, _ in found if of in models},
-            key=lambda x: (list(TASKS).index(x[0]), list(models).index(x[1])),
+            {(task, of) for task, of, _ in found if of in MODELS},
+            key=lambda x: (list(TASKS).index(x[0]), list(MODELS).index(x[1])),
         )
     ]
     return table(["task", "model", *(f"{n:,}" for n in lengths)], body)
@@ -118,13 +119,6 @@ def extension_ways() -> str:
 
 def extension_chats() -> str:
     """The loss on chats that the model wrote before its context was extended."""
-    names = {
-        ("before", 65536): "before",
-        ("fewer_steps", 65536): "after 50 steps",
-        ("fewer_steps", 131072): "after 50 steps of 131,072",
-        ("low_rate_50", 65536): "after 50 steps, learning rate 3e-5",
-        ("chats_25", 65536): "after 50 steps, a quarter chats",
-    }
     found = {
         (r["variant"], r["length_trained"]): r["loss"]
         for r in extension_rows()
@@ -133,7 +127,8 @@ def extension_chats() -> str:
     before = found["before", 65536]
     body = [
         [name, f"{found[of]:.3f}", f"{found[of] - before:+.3f}" if of[0] != "before" else ""]
-        for of, name in names.items()
+        for of, name in MODELS.items()
+        if of in found
     ]
     return table(["model", "loss (nats per token)", "change"], body)
 

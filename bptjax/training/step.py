@@ -379,7 +379,7 @@ def compile_step(
     compiled step donates the state.
 
     Args:
-      options: XLA options, in addition to the target's.
+      options: XLA options.
 
     Raises:
       RuntimeError: with optimizer.state_memory_kind=pinned_host, the optimizer state is not in host
