@@ -36,6 +36,8 @@ def scaled(kind: str) -> list[str]:
     scaling = {"rope_type": kind, "factor": "{factor}"}
     if kind != "linear":
         scaling["original_max_position_embeddings"] = "{trained}"
+    if kind == "llama3":  # As in Llama 3.1.
+        scaling |= {"low_freq_factor": "1.0", "high_freq_factor": "4.0"}
     return NO_EXTENSION + [f"--model.rope_parameters.{key}={x}" for key, x in scaling.items()]
 
 
@@ -46,6 +48,7 @@ def mixed(share: float) -> list[str]:
     return ["--data.path=null", f"--data.sources=[{documents}, {chats}]"]
 
 
+LORA = ["--adapter.type=lora", "--adapter.r=64", "--adapter.target_modules=all-linear"]
 # Keys of each variant, with {length} for train.seq_len, {trained} for the model's own positions and
 # {factor} for their ratio; {train} and {chats} are files.
 VARIANTS: dict[str, list[str]] = {
@@ -57,16 +60,21 @@ VARIANTS: dict[str, list[str]] = {
     "larger_theta": [*NO_EXTENSION, "--model.rope_parameters.rope_theta=2.56e7"],
     "unscaled": NO_EXTENSION,
     "yarn": scaled("yarn"),
+    "llama3": scaled("llama3"),
     "linear": scaled("linear"),
     "few_steps": ["--train.max_steps=10"],
     "fewer_steps": ["--train.max_steps=50"],
     "low_rate": ["--optimizer.learning_rate=3e-5"],
     "concat": ["--data.packing=concat"],
-    "lora": ["--adapter.type=lora", "--adapter.r=64", "--adapter.target_modules=all-linear"],
+    "lora": LORA,
+    "lora_embeddings": [*LORA, "--adapter.modules_to_save=[embed_tokens]"],
 }
 # Variants that differ from `fewer_steps` in their own keys only.
 MIXTURES = {"chats_10": mixed(0.1), "chats_25": mixed(0.25)}
-FEWER = "larger_theta", "yarn", "linear", "low_rate", "concat", "lora"
+FEWER = (
+    *("theta_seed_1", "theta_seed_2", "smaller_theta", "larger_theta", "yarn", "llama3", "linear"),
+    *("low_rate", "concat", "lora", "lora_embeddings"),
+)
 VARIANTS |= {
     name: [*VARIANTS["fewer_steps"], *own]
     for name, own in (MIXTURES | {f"{name}_50": VARIANTS[name] for name in FEWER}).items()

@@ -16,7 +16,7 @@ import json
 import random
 import time
 from collections.abc import Iterator
-from itertools import product
+from itertools import combinations, product
 from pathlib import Path
 from typing import Any
 
@@ -90,13 +90,17 @@ def about_excerpts(documents: Path, count: int, rng: random.Random) -> Iterator[
 
 
 def about_topics(count: int, rng: random.Random) -> list[str]:
-    """Returns different prompts without documents, one in ten of them about numbers.
+    """Returns different prompts without documents, one in ten of them about numbers. The others are
+    about a topic, or about two if there are more than that.
 
     Raises:
       ValueError: there are fewer.
     """
-    prompts = [task.format(topic) for task, topic in product(TASKS, TOPICS)]
-    if (most := count - count // 10) > len(prompts):
+    most, topics = count - count // 10, list(TOPICS)
+    if most > len(TASKS) * len(TOPICS):
+        topics += [" and ".join(pair) for pair in combinations(TOPICS, 2)]
+    prompts = [task.format(topic) for task, topic in product(TASKS, topics)]
+    if most > len(prompts):
         raise ValueError(f"{most} prompts about topics: must be at most {len(prompts)}")
     numbers = [form.format(*pair) for form in SUMS for pair in product(range(11, 40), repeat=2)]
     found = rng.sample(prompts, most) + rng.sample(numbers, count // 10)

@@ -145,16 +145,33 @@ def quantize(
       noise: uniform random bits for stochastic rounding, which makes `x` the expected result of
         `dequantize`. None rounds to the nearest value.
     """
+    absmax = block_maxima(x, block=block)
+    return encode(x, absmax, codebook, noise, block=block), absmax
+
+
+def block_maxima(x: Float[Array, "*b S"], *, block: int = BLOCK) -> Float[Array, "*b C"]:
+    """Returns the absolute maximum of each block of `quantize`, in float32."""
+    x = jnp.abs(x.astype(jnp.float32))
+    x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % block)])
+    return x.reshape(*x.shape[:-1], -1, block).max(-1)
+
+
+def encode(
+    x: Float[Array, "*b S"],
+    absmax: Float[Array, "*b C"],
+    codebook: Codebook,
+    noise: UInt16[Array, "*b S"] | None = None,
+    *,
+    block: int = BLOCK,
+) -> UInt8[Array, "*b S"]:
+    """Returns the codes of `quantize`, given its maxima."""
     x = x.astype(jnp.float32)
-    S, short = x.shape[-1], -x.shape[-1] % block
-    blocks = jnp.pad(jnp.abs(x), [(0, 0)] * (x.ndim - 1) + [(0, short)])
-    absmax = blocks.reshape(*x.shape[:-1], -1, block).max(-1)
-    x = x / _each(jnp.where(absmax > 0, absmax, 1.0), S, block)
+    x = x / _each(jnp.where(absmax > 0, absmax, 1.0), x.shape[-1], block)
     below = codebook.below(x)
     low, high = codebook.decode(below), codebook.decode(below + 1)
     threshold = 0.5 if noise is None else (noise.astype(jnp.float32) + 0.5) / 2**16
     codes = jnp.where(x - low > threshold * (high - low), below + 1, below)
-    return codes.astype(jnp.uint8), absmax
+    return codes.astype(jnp.uint8)
 
 
 def dequantize(

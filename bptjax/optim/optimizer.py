@@ -17,9 +17,10 @@ from jaxtyping import UInt32
 from bptjax.ops.quantize import (
     BLOCK,
     DynamicCodebook,
+    block_maxima,
     dequantize,
+    encode,
     fold_in,
-    quantize,
     random_bits,
     rounding_key,
     stochastic_round,
@@ -388,8 +389,15 @@ def _step(rule, scale, rate, decay, count, old, g, key):
     x -= rate * (direction + decay * x if decay else direction)
     first, second = random_bits(key, x.shape)
     noises = (first >> 16, first, second >> 16)
+    eight_bits = [name for name in rule.slots if isinstance(slots[name], dict)]
+    # The root of a mean of squares has the first moment's range, and enough precision for the
+    # update.
+    loaded |= {name: jnp.sqrt(loaded[name]) for name in eight_bits if rule.slots[name]}
+    # Without the barrier, XLA computes codes of one slot in the kernel that reduces the maxima of
+    # another, which takes several times as long as two kernels.
+    maxima = jax.lax.optimization_barrier({name: block_maxima(loaded[name]) for name in eight_bits})
     slots = {
-        name: _store(loaded[name], slots[name], noise.astype(jnp.uint16), squared)
+        name: _store(loaded[name], slots[name], noise.astype(jnp.uint16), maxima.get(name), squared)
         for (name, squared), noise in zip(rule.slots.items(), noises, strict=False)
     }
     return _store(x, p, second.astype(jnp.uint16)), slots
@@ -404,13 +412,14 @@ def _load(stored: Any, squared: bool = False) -> Array:
     return jnp.square(x) if squared else x
 
 
-def _store(x: Array, like: Any, noise: Array, squared: bool = False) -> Any:
-    """Returns float32 `x`, stored like `like`. int8 stores the root of a mean of squares, because
-    the root has the first moment's range and enough precision for the update."""
-    if not isinstance(like, dict):
+def _store(
+    x: Array, like: Any, noise: Array, absmax: Array | None = None, squared: bool = False
+) -> Any:
+    """Returns float32 `x`, stored like `like`. int8 takes the maxima of its blocks, and the root of
+    a mean of squares."""
+    if absmax is None:
         return like.replace(stochastic_round(x, noise) if like.dtype == jnp.bfloat16 else x)
-    book = DynamicCodebook(signed=not squared)
-    codes, absmax = quantize(jnp.sqrt(x) if squared else x, book, noise)
+    codes = encode(x, absmax, DynamicCodebook(signed=not squared), noise)
     if squared:
         # Avoid zero: dividing the first moment by epsilon alone would give a huge update.
         codes = jnp.maximum(codes, 1)
