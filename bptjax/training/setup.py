@@ -34,6 +34,7 @@ from bptjax.data.tokenizer import Tokenizer, token_id
 from bptjax.models.attention_pattern import find_tokens
 from bptjax.models.config import ModelConfig
 from bptjax.models.execution import ExecutionConfig
+from bptjax.objectives import ObjectiveConfig, choose
 from bptjax.optim.schedule import describe_schedule
 from bptjax.parallel.distributed import (
     all_gather_json,
@@ -245,8 +246,9 @@ def _unset(spec: TrainSpec) -> dict[str, Any]:
     none: dict[str, Any] = dict.fromkeys(group.given)
     unset = replace(group, **none)
     objective = replace(spec, config=replace(spec.config, objective=unset)).objective
-    keys = objective.settings().items()
-    return {f"objective.{key}": getattr(objective, name) for key, name in keys}
+    values = {key: getattr(objective, name) for key, name in objective.settings().items()}
+    values["type"] = choose(ObjectiveConfig(), spec.model).name
+    return {f"objective.{key}": value for key, value in values.items()}
 
 
 def _with_defaults(config: Config, platform: str) -> Config:

@@ -245,6 +245,18 @@ def test_a_resumed_run_may_name_a_default(tmp_path):
         acquire_run_dir(tmp_path, parse([*command, f"--{key}=false"]).on("cpu"), unset)
 
 
+def test_a_resumed_run_may_name_the_objective_that_auto_takes(arguments, uninterrupted, tmp_path):
+    """And leave it to auto again."""
+    run_dir = shutil.copytree(uninterrupted, tmp_path / "run")
+    for named in (["--objective.type=next_token"], []):
+        assert main([*arguments, f"--run_dir={run_dir}", *named]) == 0
+    assert saved_values(run_dir)["objective.type"] == "auto"
+    command, unset = [f"--run_dir={tmp_path / 'other'}"], {"objective.type": "next_token"}
+    acquire_run_dir(tmp_path / "other", parse(command))
+    with pytest.raises(ValueError, match="with objective.type=next_token, and this run has class"):
+        acquire_run_dir(tmp_path / "other", parse([*command, "--objective.type=class"]), unset)
+
+
 def test_sources_of_an_older_version_lack_newer_keys(tmp_path):
     command = [f"--run_dir={tmp_path}", "--data.sources=[{path: a}, {path: b, weight: 2}]"]
     old = to_yaml(parse(command)).replace("    fields: null\n", "")
