@@ -132,6 +132,7 @@ FLAGS = {
 ADVICE = {
     r"set data\.bad_records=skip .*": "correct or remove the record",
     r", or set data\.too_long to .*": "",
+    r"set objective\.type=kto, which reads it, or ": "set ",
 }
 # Key that a single value stands for when it is given instead of a group.
 MAIN_KEYS = {

@@ -17,6 +17,7 @@ from bptjax.config import Config
 from bptjax.data.config import DataConfig
 from bptjax.data.files import Location
 from bptjax.data.records import RecordReader
+from bptjax.data.rows import RowReader
 from bptjax.data.tokenizer import ByteTokenizer
 from bptjax.evaluation.held_out import HeldOut
 from bptjax.models.config import ModelConfig
@@ -160,6 +161,11 @@ def test_advice_about_keys_without_a_flag():
         reader(lambda: "", Location("a.jsonl", "record 1"))
     wanted = "a.jsonl, record 1: 9 tokens: must be at most --seq_len=8; raise it"
     assert with_flags(str(raised.value), ["--seq_len"]) == wanted
+    row = {"prompt": "Color: ", "completion": "ten", "label": False}
+    with pytest.raises(ValueError, match="set objective.type=kto") as raised:
+        RowReader(format="auto")(row, "record 1")
+    wanted = "bad answers: set --format=self_instruct to take bad answers as good"
+    assert with_flags(str(raised.value), ["--format"]).endswith(wanted)
 
 
 @pytest.mark.thorough
