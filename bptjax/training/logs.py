@@ -11,6 +11,7 @@ import jax
 from bptjax.parsing.keys import flatten
 from bptjax.run.metrics import JsonlWriter, NullLogger, RunProgress, lost_records
 from bptjax.run.trackers import Trackers
+from bptjax.training.resume import Start
 from bptjax.training.setup import TrainingRun
 
 METRICS, PREDICTIONS, LOG = "metrics.jsonl", "predictions.jsonl", "log.txt"
@@ -40,15 +41,16 @@ class Logs:
 
 
 @contextmanager
-def open_logs(run: TrainingRun, start: int, saved: Mapping[str, int]) -> Iterator[Logs]:
-    """Opens the logs of a run that starts or resumes at step `start`, and warns if records are
-    missing. `saved` are the `Logs.sizes` at this step; empty if unknown."""
+def open_logs(run: TrainingRun, start: Start) -> Iterator[Logs]:
+    """Opens the logs of a run that starts or resumes, and warns if records are missing. The values
+    saved with the state name the `Logs.sizes` as `logged`; unknown for older runs."""
     null = NullLogger()
     if jax.process_index() != 0:
         yield Logs(null, null, null, null)
         return
-    config, directory, resume_step = run.config, run.directory, start or None
-    lost = list(_lost(directory, start, saved)) if start else []
+    config, directory, resume_step = run.config, run.directory, start.step or None
+    saved = start.extra.get("logged", {})
+    lost = list(_lost(directory, start.step, saved)) if start.step else []
     writer = JsonlWriter(directory, resume_step=resume_step, saved=saved.get(METRICS))
     files = {METRICS: writer}
     for name, wanted in ((PREDICTIONS, run.eval_prompts), (TASK_ROWS, run.tasks)):
@@ -62,7 +64,8 @@ def open_logs(run: TrainingRun, start: int, saved: Mapping[str, int]) -> Iterato
 
     progress = RunProgress(directory, run.spec.steps)
     metrics: JsonlWriter | Trackers = writer
-    if config.logging.report_to and start < run.spec.steps:
+    writes = start.step < run.spec.steps or start.extra.get("unevaluated", False)
+    if config.logging.report_to and writes:
         names, keys = config.logging.report_to, flatten(config)
         metrics = Trackers(writer, names, directory, keys, resume_step, progress.log)
     with ExitStack() as stack:

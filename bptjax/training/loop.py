@@ -80,7 +80,7 @@ def train(run: TrainingRun, *, profile: bool = False) -> int:
             # Write only after every check: a refused start must not touch the run directory.
             write_config(run.directory, run.config)
         begin(run.spec, run.members)
-        logs = stack.enter_context(open_logs(run, start.step, start.extra.get("logged", {})))
+        logs = stack.enter_context(open_logs(run, start))
         stopped = stack.enter_context(stop_signals())
         if first and start.step < run.spec.steps:
             stack.callback(run.check.stop)

@@ -236,6 +236,23 @@ def test_early_stopping_and_the_best_checkpoint(
 
 
 @pytest.mark.thorough
+def test_trackers_get_a_last_evaluation_that_is_repeated(arguments, tmp_path, monkeypatch, losses):
+    sent = []
+    wandb = SimpleNamespace(Settings=dict, log=sent.append, finish=lambda: None)
+    wandb.setup = lambda: SimpleNamespace(settings=SimpleNamespace(mode="offline"))
+    wandb.init, wandb.define_metric = (lambda **_: wandb), (lambda *_, **__: None)
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    losses |= {0: 1.0, 2: None}
+    command = [*arguments, f"--run_dir={tmp_path / 'run'}", "--train.max_steps=2"]
+    command += ["--logging.report_to=[wandb]", "--train.sample_tokens=0"]
+    assert main(command) == 1
+    losses[2] = 3.0
+    assert main(command) == 0
+    evaluated = [(x["step"], x["eval/loss"]) for x in sent if "eval/loss" in x]
+    assert evaluated == [(0, 1.0), (2, 3.0)]
+
+
+@pytest.mark.thorough
 def test_start_and_evaluation_log_their_work(arguments, tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     command = [*arguments, f"--run_dir={tmp_path / 'run'}", "--train.max_steps=1"]
