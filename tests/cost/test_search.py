@@ -19,6 +19,7 @@ from bptjax.models.groups.linear_attention import LinearAttentionConfig
 from bptjax.objectives import ObjectiveConfig
 from bptjax.optim.optimizer import OptimizerConfig
 from bptjax.parallel.mesh import ParallelConfig, make_mesh
+from bptjax.parsing.keys import replace_keys
 from bptjax.training.guards import advice
 from bptjax.training.spec import TrainSpec
 from bptjax.weights.lora import AdapterConfig
@@ -309,6 +310,14 @@ def test_complete_execution(tmp_path, monkeypatch):
     size = GIB
     with pytest.raises(ValueError, match=r"memory: a step on x needs .* GiB more than"):
         auto.complete_execution(spec, lines.append)
+
+
+def test_the_cache_tells_steps_apart():
+    spec, memory = make_spec(), MemoryLimit(GIB, 0)
+    changes = {"optimizer.clip": "delayed", "optimizer.in_backward": False, "objective.type": "dpo"}
+    each = [{}, *({key: value} for key, value in changes.items())]
+    specs = [replace(spec, config=replace_keys(spec.config, change)) for change in each]
+    assert len({auto._cache_file(each, memory) for each in specs}) == len(specs)
 
 
 @pytest.mark.parametrize("text", ["", "[]", "5", '{"remat": 5, "save": []}', '{"remat": "full"}'])
