@@ -236,6 +236,7 @@ def _least_offload(
     over = _peak(estimator, plain, estimate, scales) - memory.device
     if over <= 0:
         return None
-    largest = estimator(replace(plain, offload=1.0)).host
-    steps = min(-(-20 * over // largest), 20, 20 * memory.host // largest)
+    largest = estimator(replace(plain, offload=1.0))
+    less = estimate.saved - largest.saved
+    steps = min(-(-20 * over // less), 20, 20 * memory.host // largest.host)
     return steps / 20 if steps >= 1 else None

@@ -216,6 +216,19 @@ def test_the_smallest_settings_do_not_depend_on_the_device_memory():
     assert smallest(spec, MemoryLimit(16 * GIB, 0)).offload == 0.0
 
 
+@pytest.mark.parametrize("layers", fast([1, 2, 4], [2]))
+def test_the_least_offload_fits(layers):
+    """Activations of the layer that runs stay on the device."""
+    spec = make_spec(model=replace(MODEL, num_layers=layers))
+    none = MemoryLimit(0, 0)
+    peak = Memory(spec, none, 1.0).peak
+    every = sorted(map(peak, _settings(spec, Estimator(spec), none, {})))
+    for device in every[:: len(every) // 20]:
+        limit = MemoryLimit(device, 1000 * GIB)
+        found = _settings(spec, Estimator(spec), limit, {})
+        assert all(peak(x) <= device for x in found if 0 < x.offload < 1)
+
+
 def test_settings_of_a_resumed_run_are_kept_if_they_fit():
     spec, limit = make_spec(), MemoryLimit(40 * GIB, 0)
     first = ExecutionConfig(remat="full", ffn_chunk=1024).complete()
