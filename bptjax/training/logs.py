@@ -1,5 +1,6 @@
 """Logs of a run: metrics, predictions, progress."""
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -8,8 +9,12 @@ from typing import Any
 
 import jax
 
+from bptjax.parallel.distributed import all_gather_json
 from bptjax.parsing.keys import flatten
-from bptjax.run.metrics import JsonlWriter, NullLogger, RunProgress, lost_records
+from bptjax.run.checkpoint import Best
+from bptjax.run.checkpoint_files import BEST
+from bptjax.run.json_files import read_json
+from bptjax.run.metrics import JsonlWriter, NullLogger, RunProgress, lost_records, read_metrics
 from bptjax.run.trackers import Trackers
 from bptjax.training.resume import Start
 from bptjax.training.setup import TrainingRun
@@ -38,6 +43,30 @@ class Logs:
         self.metrics.rewind(step, saved.get(METRICS))
         self.predictions.rewind(step, saved.get(PREDICTIONS))
         self.tasks.rewind(step, saved.get(TASK_ROWS))
+
+
+def with_repeated_evaluation(run: TrainingRun, start: Start) -> Start:
+    """Returns the start as if it had been saved after the evaluation of its step, if the evaluation
+    failed before the save and succeeded when the run was resumed. All processes must call it."""
+    if not start.extra.get("unevaluated", False):
+        return start
+    saved, keep = start.extra["logged"][METRICS], run.config.checkpoint.keep_best
+    best = Best.continued(run.config.checkpoint.best_metric, start.extra["best"])
+    metrics, named = run.directory / METRICS, run.directory / BEST
+    found: list[Any] = [None, None]
+    if jax.process_index() == 0 and metrics.exists():
+        rows = [row for row in read_metrics(metrics) if row["step"] <= start.step]
+        step = read_json(named)["step"] if keep and named.exists() else None
+        found = [next(iter(rows[saved:]), None), step]
+    row, step = all_gather_json(found)[0]
+    if row is None:
+        return start
+    value = row.get(best.metric)
+    best.add(start.step, math.nan if value is None else value)
+    if keep and best.step == start.step != step:  # Killed before best.json was written.
+        return start
+    extra = dict(unevaluated=False, logged={METRICS: saved + 1}, best=vars(best))
+    return start._replace(extra=start.extra | extra)
 
 
 @contextmanager

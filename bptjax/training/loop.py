@@ -38,7 +38,7 @@ from bptjax.training.guards import (
 )
 from bptjax.training.histogram import MARGINS
 from bptjax.training.html_report import memory_of, reporting
-from bptjax.training.logs import Logs, open_logs
+from bptjax.training.logs import Logs, open_logs, with_repeated_evaluation
 from bptjax.training.references import complete_references, load_references
 from bptjax.training.report import export_adapter, log_summary, predict_answers, sample_text
 from bptjax.training.resume import Start, complete_state, find_start, open_checkpoints
@@ -75,7 +75,7 @@ def train(run: TrainingRun, *, profile: bool = False) -> int:
         facts = stack.enter_context(reporting(run))
         stack.enter_context(explain_out_of_memory(run.spec))
         load_references(run)
-        start = find_start(run, checkpoints)
+        start = with_repeated_evaluation(run, find_start(run, checkpoints))
         if first:
             # Write only after every check: a refused start must not touch the run directory.
             write_config(run.directory, run.config)

@@ -253,6 +253,36 @@ def test_trackers_get_a_last_evaluation_that_is_repeated(arguments, tmp_path, mo
 
 
 @pytest.mark.thorough
+def test_a_repeated_evaluation_is_not_repeated_again(
+    arguments, tmp_path, monkeypatch, capsys, losses
+):
+    """But for the best one, if the run was killed before it named its checkpoint."""
+    run_dir, write = tmp_path / "run", JsonlWriter.write
+    losses |= {0: 1.0, 1: 4.0, 2: None}
+    command = [*arguments, f"--run_dir={run_dir}", "--train.max_steps=2", "--train.eval_steps=1"]
+    command += ["--checkpoint.keep_best=true", "--train.sample_tokens=0"]
+    assert main(command) == 1
+    losses[2] = 3.0
+
+    def killed(self, step, metrics):
+        write(self, step, metrics)
+        raise OSError("killed")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(JsonlWriter, "write", killed)
+        assert main(command) == 1
+    assert json.loads((run_dir / "best.json").read_text())["step"] == 1
+    assert main(command) == 0
+    best, records = (run_dir / name for name in ("best.json", "metrics.jsonl"))
+    assert json.loads(best.read_text()) == {"step": 2, "eval/loss": 3.0}
+    text, losses[2] = records.read_text(), None
+    capsys.readouterr()
+    assert main(command) == 0
+    assert "step 2: evaluating" not in capsys.readouterr().out and records.read_text() == text
+    assert rows(run_dir, "eval/loss") == {0: 1.0, 1: 4.0, 2: 3.0}
+
+
+@pytest.mark.thorough
 def test_start_and_evaluation_log_their_work(arguments, tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     command = [*arguments, f"--run_dir={tmp_path / 'run'}", "--train.max_steps=1"]
