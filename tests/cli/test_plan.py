@@ -222,6 +222,22 @@ def test_states_in_the_host_memory_of_absent_devices():
         plan(spec, "h100", None, "gpu")
 
 
+@pytest.mark.thorough
+@needs_compiler
+@pytest.mark.parametrize("offload", [0.5, 1.0])
+def test_activations_of_micro_batches_in_host_memory(offload):
+    """With updates inside the backward pass, where XLA refused slices of slices of host memory."""
+    _, devices = absent_devices("h100")
+    optimizer = OptimizerConfig(clip="delayed")
+    execution = ExecutionConfig(remat="full", offload=offload, ffn_chunk=1024)
+    spec = make_spec(devices, optimizer=optimizer, execution=execution)
+    train = replace(spec.config.train, gradient_accumulation_steps=2, param_dtype="float32")
+    spec = replace(spec, config=replace(spec.config, train=train))
+    assert spec.in_backward
+    inputs = MODEL.num_layers * 2 * 4096 * 2 * MODEL.hidden_size
+    assert plan(spec, "h100", None, "gpu").host == offload * inputs
+
+
 @pytest.mark.parametrize("model", fast(recipes.MODELS, ["Llama-3.2-1B"]))
 def test_the_shapes_of_the_recipe_are_those_of_the_models(model, tmp_path):
     raw, parameters, methods = recipes.MODELS[model]

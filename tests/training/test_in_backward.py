@@ -58,6 +58,7 @@ CASES = {
         parallel=dict(dp=2, fsdp=2, sp=2),
     ),
     "offload": dict(execution=dict(remat="nested(2)", offload=0.5)),
+    "accumulated offload": dict(execution=dict(remat="save_attention", offload=0.5), accumulate=2),
     "fused, lion": dict(execution=dict(schedule="fused"), optimizer=dict(type="lion")),
     "windows": dict(model=dict(num_layers=5, sliding_window=5, layer_types=WINDOWS + WINDOWS[:2])),
     "linear attention": dict(
