@@ -394,8 +394,9 @@ def compile_step(
     step = jax.jit(partial(train_step, spec), donate_argnums=0, out_shardings=(shardings, None))
     options = dict(options)
     float8 = spec.config.train.linear == "float8" and platform() == "gpu"
-    if float8:
-        # XLA may choose its own kernels over cuBLAS, but they take wider operands.
+    if platform() == "gpu" and (float8 or spec.config.adapter.type != "none"):
+        # XLA may choose its own kernels over cuBLAS. They take wider operands than 8 bits, and do
+        # not add into their result: the products of adapters keep three more arrays [T, D] alive.
         options["xla_gpu_enable_triton_gemm"] = False
     if offloaded and spec.in_backward and platform() == "gpu":
         # With the default of 2, most transfers to and from host memory wait for each other, and

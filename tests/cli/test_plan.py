@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import re
 from dataclasses import replace
 
 import jax
@@ -19,7 +20,7 @@ from bptjax.config_parser import parse
 from bptjax.cost.auto import absent_limit
 from bptjax.cost.devices import KINDS, absent_devices, parse_devices
 from bptjax.cost.estimate import Estimator
-from bptjax.cost.memory import Plan, longest_context, plan, remedies, tree_bytes
+from bptjax.cost.memory import Plan, longest_context, plan, remedies, tracing_for, tree_bytes
 from bptjax.cost.search import MemoryLimit, with_execution
 from bptjax.models.architecture import new_model
 from bptjax.models.config import ModelConfig
@@ -30,6 +31,7 @@ from bptjax.parallel.mesh import ParallelConfig, make_mesh
 from bptjax.run import progress
 from bptjax.training.spec import TrainSpec
 from bptjax.training.state import abstract_state
+from bptjax.training.step import abstract_batch, compile_step
 from bptjax.weights.lora import AdapterConfig
 
 needs_tpu_compiler = pytest.mark.skipif(
@@ -220,6 +222,36 @@ def test_states_in_the_host_memory_of_absent_devices():
     spec = make_spec(devices, optimizer=OptimizerConfig(in_backward=True))
     with pytest.raises(NotImplementedError, match="clip=exact: can only be"):
         plan(spec, "h100", None, "gpu")
+
+
+def compiled_text(**groups):
+    """The program of a step on an absent H100, with layers as wide as a small model's."""
+    kind, devices = absent_devices("h100")
+    sizes = dict(hidden_size=1024, intermediate_size=4096, head_dim=64, num_layers=1)
+    spec = make_spec(devices, replace(MODEL, **sizes), seq_len=64, **groups)
+    with tracing_for(spec, kind.platform):
+        return compile_step(spec, abstract_state(spec), abstract_batch(spec)).as_text()
+
+
+@pytest.mark.thorough
+@needs_compiler
+def test_int8_codes_have_a_kernel_of_their_own():
+    """A kernel that reduces the maxima of one slot and writes codes of another takes several times
+    as long as two."""
+    text = compiled_text(optimizer=OptimizerConfig(state_dtype="int8"))
+    reductions = re.findall(r"= (.*) fusion\(.*kind=kInput", text)
+    assert any("f32" in written for written in reductions)
+    assert not [written for written in reductions if "u8[" in written]
+
+
+@pytest.mark.thorough
+@needs_compiler
+def test_products_of_adapters_are_cublas():
+    """XLA's own kernels for products would keep more activations alive."""
+    adapter = AdapterConfig(type="lora")
+    text = compiled_text(adapter=adapter, optimizer=OptimizerConfig(learning_rate=1e-4))
+    assert "__cublas" in text and "__triton_nested_gemm" not in text
+    assert "__triton_nested_gemm" in compiled_text(optimizer=OptimizerConfig(learning_rate=1e-4))
 
 
 @pytest.mark.thorough
