@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from measurements import gib, read, table
+from measurements import gib, read, settings, table
 
 
 def trees() -> str:
@@ -33,19 +33,21 @@ def pair_peer() -> str:
     peers = [r for r in rows if r.get("peer")]
     body = []
     for row in (r for r in rows if not r.get("peer") and r["attention"] == "fa4"):
-        answer, shared = row["answer"], row["settings"]["objective.share_prompt"]
+        answer, shared = row["answer"], row["settings"].get("objective.share_prompt", True)
         prompt = (row["T"] - 2 * answer) // (1 if shared else 2) + 1
         cells = [f"{prompt:,} + 2 × {answer:,}", "one" if shared else "two"]
-        cells += [f"{row['step_s']:.2f} s, {gib(row)}"]
+        cells += [settings(row), f"{row['step_s']:.2f} s, {gib(row)}"]
         for kept in (True, False):
-            theirs = [r for r in peers if (r["prompt"], r["answer"]) == (prompt, answer)]
+            case = prompt, answer, row.get("run")
+            theirs = [r for r in peers if (r["prompt"], r["answer"], r.get("run")) == case]
             best = min(
                 (r for r in theirs if r["checkpointing"] is not kept), key=lambda r: r["step_s"]
             )
             ratio = best["step_s"] / row["step_s"]
             cells += [f"{best['step_s']:.2f} s, {best['peak_gib']:.1f} GiB: {ratio:.2f}"]
         body.append(cells)
-    head = ["prompt + answers", "copies of the prompt", "bptjax", "TRL, all activations kept"]
+    head = ["prompt + answers", "copies of the prompt", "settings", "bptjax"]
+    head += ["TRL, all activations kept"]
     return table([*head, "TRL, gradient checkpointing"], body)
 
 

@@ -16,6 +16,9 @@ MODELS = {
     ("fewer_steps", 131072): "after 50 steps of 131,072",
     ("low_rate_50", 65536): "after 50 steps, learning rate 3e-5",
     ("chats_25", 65536): "after 50 steps, a quarter chats",
+    ("fewer_steps", 32768): "after 50 steps of 32,768",
+    ("chats_10", 32768): "after 50 steps of 32,768, a tenth chats",
+    ("yarn_50", 32768): "after 50 steps of 32,768, YaRN",
     ("smaller_theta_200_steps", 65536): "after, theta 1.6 million",
 }
 
@@ -73,7 +76,7 @@ def extension_scores() -> str:
 
 def extension_ways() -> str:
     """Ways to extend a context: held-out loss, perplexity and pass keys."""
-    names = {"yarn_50": "YaRN", "chats_25": "a quarter chats"}
+    names = {"yarn_50": "YaRN", "chats_25": "a quarter chats", "chats_10": "a tenth chats"}
     ways: dict[tuple[str, int, str], list[Row]] = {}
     for name in EXTENSION:
         for row in read(name):
@@ -124,13 +127,15 @@ def extension_chats() -> str:
         for r in extension_rows()
         if r["measure"] == "chats"
     }
-    before = found["before", 65536]
-    body = [
-        [name, f"{found[of]:.3f}", f"{found[of] - before:+.3f}" if of[0] != "before" else ""]
-        for of, name in MODELS.items()
-        if of in found
-    ]
-    return table(["model", "loss (nats per token)", "change"], body)
+    body = []
+    # Chats of models trained on 32,768 tokens are others than those of longer ones.
+    for chats, lengths in ((180, (65536, 131072)), (131, (32768,))):
+        before = found["before", lengths[0]]
+        body.append([str(chats), "before", f"{before:.3f}", ""])
+        for of, name in MODELS.items():
+            if of in found and of[1] in lengths and of[0] != "before":
+                body.append([str(chats), name, f"{found[of]:.3f}", f"{found[of] - before:+.3f}"])
+    return table(["held-out chats", "model", "loss (nats per token)", "change"], body)
 
 
 TABLES: dict[str, Callable[[], str]] = {
