@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+from bptjax.cli.train import main
 from bptjax.run.checkpoint import Checkpoints
+from bptjax.run.metrics import read_metrics
 from bptjax.run.pinned_memory import PINNED, reserve, shards_to_copy
 
 
@@ -57,3 +59,24 @@ def test_the_first_save_is_as_fast_as_the_next(tmp_path):
     checkpoints.close()
     print(seconds)
     assert seconds[0] < 2 + seconds[1]
+
+
+@pytest.mark.gpu
+# CuTe DSL, which compiles FlashAttention-4, uses names of its own that it deprecates.
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_run_with_states_in_host_memory_is_resumed(tmp_path):
+    """Restored states can be overwritten by a step."""
+    texts = tmp_path / "texts.txt"
+    texts.write_text("".join(f"{n} times {n} is {n * n}.\n" for n in range(2000)))
+    command = [f"--data.path={texts}", "--train.seq_len=256", "--train.sample_tokens=0"]
+    command += ["--model.hidden_size=64", "--model.num_layers=2", "--model.num_heads=2"]
+    command += ["--optimizer.state_memory_kind=pinned_host", "--checkpoint.save_steps=2"]
+    command += ["--optimizer.lr_scheduler_type=constant", "--optimizer.learning_rate=1e-3"]
+    losses = []
+    for name, steps in (("whole", [6]), ("stopped", [4, 6])):
+        run = tmp_path / name
+        for last in steps:
+            assert main([*command, f"--run_dir={run}", f"--train.max_steps={last}"]) == 0
+        records = read_metrics(run / "metrics.jsonl")
+        losses.append({x["step"]: x["train/loss"] for x in records if "train/loss" in x})
+    assert losses[0] == losses[1] and len(losses[0]) > 2
