@@ -34,7 +34,7 @@ from bptjax.run.checkpoint_files import (
 from bptjax.run.json_files import read_json
 from bptjax.run.local_checkpoints import OWNER, Copies, Processes
 from bptjax.run.output import explain_full_disk, write_atomically
-from bptjax.run.pinned_memory import reserve
+from bptjax.run.pinned_memory import PINNED, reserve
 
 log = logging.getLogger("bptjax")
 
@@ -206,7 +206,8 @@ class Checkpoints:
             self._reserved = reserve(jax.tree.leaves(state))
 
     def save(self, step: int, state: Any, extra: dict, best: Best | None = None) -> None:
-        """Copies `state` from the devices and returns while threads write the copy.
+        """Copies `state` from the devices and returns while threads write the copy; with arrays in
+        pinned host memory, returns when all is written.
 
         The caller may donate `state` (a pytree of jax arrays, none of size 0 and none uint4) after
         the call. `extra` is JSON. Waits for the previous save and raises its error. Skips the
@@ -236,6 +237,9 @@ class Checkpoints:
         with self._saving():
             self._manager = self._manager or self._open(restored)
             self._manager.save(step, args=ocp.args.Composite(**items), force=True)
+            if any(leaf.sharding.memory_kind == PINNED for leaf in leaves.values()):
+                # Orbax writes these arrays without a copy. Until then, no step may overwrite them.
+                self._manager.wait_until_finished()
             if self._copies:
                 is_best = self._best.step == step
                 self._copies.follow(self._manager.wait_until_finished, step, is_best)

@@ -32,6 +32,23 @@ def test_each_shard_once():
     assert not thread.is_alive()
 
 
+def test_a_step_after_a_save_overwrites_states_in_host_memory(tmp_path):
+    """On a GPU, it is an error to donate an array that a save still reads."""
+    host = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind=PINNED)
+    state = {"host": jax.device_put(jnp.zeros((64, 2**14)), host)}
+    step = jax.jit(lambda x: jax.tree.map(lambda y: y + 1, x), donate_argnums=0, out_shardings=host)
+    checkpoints = Checkpoints(tmp_path, save_total_limit=2)
+    for number in (1, 2):
+        state = jax.block_until_ready(step(state))
+        place = state["host"].unsafe_buffer_pointer()
+        checkpoints.save(number, state, {})
+        state = jax.block_until_ready(step(state))
+        assert state["host"].unsafe_buffer_pointer() == place
+    _, saved, _ = checkpoints.restore(state, 2)
+    assert (saved["host"] == 3).all()
+    checkpoints.close()
+
+
 @pytest.mark.gpu
 def test_the_first_save_is_as_fast_as_the_next(tmp_path):
     """And later steps, which overwrite the memory of states on the host, do not change it."""
