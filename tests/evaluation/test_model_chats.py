@@ -11,11 +11,12 @@ from weights.hf.loading import random_base
 
 
 def test_prompts_about_topics_differ():
-    found = model_chats.about_topics(1000, random.Random(0))
-    assert len({*found}) == len(found) == 1000
-    assert not any("{" in prompt for prompt in found)
-    with pytest.raises(ValueError, match="2700 prompts about topics: must be at most"):
-        model_chats.about_topics(3000, random.Random(0))
+    for count in (1000, 3000):
+        found = model_chats.about_topics(count, random.Random(0))
+        assert len({*found}) == len(found) == count
+        assert not any("{" in prompt for prompt in found)
+    with pytest.raises(ValueError, match="36000 prompts about topics: must be at most 27560"):
+        model_chats.about_topics(40_000, random.Random(0))
 
 
 def test_chats_end_and_differ(tmp_path, monkeypatch):
