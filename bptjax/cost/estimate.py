@@ -46,8 +46,8 @@ ATTENTION = 3.5
 TRAINED, FROZEN = 3.0, 2.25
 # Bytes moved per byte of saved activations that are split between device and host.
 SPLIT = 8
-# Share of a transfer to host memory that computation does not hide: measured on an H200 at 8,192
-# tokens. Longer sequences hide more.
+# Share of a transfer to host memory that computation does not hide, at 8,192 tokens: the profile
+# in int8_update_h200.jsonl. Longer sequences hide more.
 EXPOSED = 0.45
 # Time of a step for optimizer states in host memory, relative to their transfer in one direction,
 # from the int8 states of in_backward_h200.jsonl.

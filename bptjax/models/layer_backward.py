@@ -18,6 +18,7 @@ import numpy as np
 from jax import Array
 
 from bptjax.models.layer_loops import layer_loops, scan_layers
+from bptjax.ops.stacked import move
 
 PyTree = Any
 
@@ -289,7 +290,7 @@ class _Layer:
                 sums, *rest = one(sums, *args)
                 return sums, rest
 
-            saved = [_on_device(x) for x in saved]
+            saved = [move(x, jax.memory.Space.Device) for x in saved]
             sums, (d_carry, d_shared) = jax.lax.scan(body, zeros, (saved, *args))
         gradients, d_weights = sums
         d_weights = jax.tree.map(lambda d, w: d.astype(w.dtype), d_weights, weights)
@@ -355,25 +356,16 @@ def _over_micro_batches(runner, function, *args):
     if runner.micro_batches == 1:
         out, saved = function(*jax.tree.map(lambda x: x[0], args))
         return jax.tree.map(lambda x: x[None], out), saved
-    on_host: list[bool] = []
+    spaces: list[jax.memory.Space] = []
 
     def one(args):
         out, saved = function(*args)
-        on_host[:] = map(_is_on_host, saved)
-        return out, [_on_device(x) for x in saved]
+        spaces[:] = (jax.typeof(x).memory_space for x in saved)
+        return out, [move(x, jax.memory.Space.Device) for x in saved]
 
     # XLA cannot compile slices of slices of host memory: move all micro-batches at once.
     out, saved = jax.lax.map(one, args)
-    both = zip(saved, on_host, strict=True)
-    return out, [jax.device_put(x, jax.memory.Space.Host) if moves else x for x, moves in both]
-
-
-def _is_on_host(x):
-    return jax.typeof(x).memory_space == jax.memory.Space.Host
-
-
-def _on_device(x):
-    return jax.device_put(x, jax.memory.Space.Device) if _is_on_host(x) else x
+    return out, list(map(move, saved, spaces))
 
 
 def _stack(trees):
