@@ -27,6 +27,7 @@ from bptjax.ops.quantize import (
 )
 from bptjax.ops.stacked import get_entry, put_entry
 from bptjax.ops.target import platform
+from bptjax.optim import int8_triton
 from bptjax.optim.update_rules import AdamW, Lion, Muon, UpdateRule
 from bptjax.parallel.sliced_update import SLICE_ELEMENTS, update_in_slices
 
@@ -359,10 +360,15 @@ class Update:
             key = fold_in(key, index)
         rule = OPTIMIZERS[config.type].rule(config, p)
         decay = config.known("weight_decay") * is_decayed(p)
-        step = partial(_step, rule, self.scale, self.rate, decay, self.count)
+        given = self.scale, self.rate, decay, self.count
         old = p, {name: slots[name] for name in rule.slots}
-        # int8 blocks, host transfers and matrix products need leaf-sized temporaries, so update
-        # these slice by slice. XLA fuses the rest into one in-place kernel (except on CPU).
+        if isinstance(rule, AdamW) and int8_triton.usable(old, g):
+            # With the bits of a single slice.
+            key, entry = fold_in(key, 0), 0 if index is None else index
+            return int8_triton.step(rule, *given, old, g, key, when, entry)
+        step = partial(_step, rule, *given)
+        # In XLA, int8 blocks, host transfers and matrix products need leaf-sized temporaries, so
+        # update these slice by slice. It fuses the rest into one in-place kernel (except on CPU).
         spaces = {jax.typeof(x).memory_space for x in jax.tree.leaves((g, slots))}
         sliced = (
             config.state_dtype == "int8" or jax.memory.Space.Host in spaces or platform() == "cpu"
@@ -379,6 +385,8 @@ class Update:
 
 def _step(rule, scale, rate, decay, count, old, g, key):
     """Returns (parameter, slots) after a step with gradient `g`; all may be slices."""
+    if isinstance(rule, AdamW) and int8_triton.usable(old, g):
+        return int8_triton.step(rule, scale, rate, decay, count, old, g, key)
     p, slots = old
     g = g.get_value().astype(jnp.float32) * scale
     loaded = {name: _load(slots[name], squared) for name, squared in rule.slots.items()}

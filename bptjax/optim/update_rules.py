@@ -60,7 +60,7 @@ class AdamW(UpdateRule):
     def update(self, slots, g, *, count):
         m = self.beta1 * slots["mu"] + (1 - self.beta1) * g
         v = self.beta2 * slots["nu"] + (1 - self.beta2) * jnp.square(g)
-        m_hat, v_hat = m / _bias(self.beta1, count), v / _bias(self.beta2, count)
+        m_hat, v_hat = m / bias(self.beta1, count), v / bias(self.beta2, count)
         return m_hat / (jnp.sqrt(v_hat) + self.epsilon), {"mu": m, "nu": v}
 
 
@@ -105,7 +105,7 @@ class Muon(UpdateRule):
     def update(self, slots, g, *, count):
         beta, stacked = self.momentum, g.ndim - self.unsliced_axes
         m = beta * slots["mu"] + (1 - beta) * g
-        ahead = beta * m / _bias(beta, count + 1) + (1 - beta) * g / _bias(beta, count)
+        ahead = beta * m / bias(beta, count + 1) + (1 - beta) * g / bias(beta, count)
         I, O = (  # noqa: E741
             math.prod(g.shape[start:][:axes])
             for start, axes in ((stacked, self.inputs), (stacked + self.inputs, self.outputs))
@@ -114,7 +114,7 @@ class Muon(UpdateRule):
         return MUON_RMS * max(I, O) ** 0.5 * x.reshape(g.shape), {"mu": m}
 
 
-def _bias(beta: float, count: Array) -> Array:
+def bias(beta: float, count: Array) -> Array:
     """Returns 1 - beta^count, the sum of the weights in a moving average that started at 0."""
     return 1 - jax.lax.pow(jnp.float32(beta), count)
 

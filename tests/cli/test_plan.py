@@ -224,9 +224,9 @@ def test_states_in_the_host_memory_of_absent_devices():
         plan(spec, "h100", None, "gpu")
 
 
-def compiled_text(**groups):
-    """The program of a step on an absent H100, with layers as wide as a small model's."""
-    kind, devices = absent_devices("h100")
+def compiled_text(of="h100", **groups):
+    """The program of a step on absent GPUs, with layers as wide as a small model's."""
+    kind, devices = absent_devices(of)
     sizes = dict(hidden_size=1024, intermediate_size=4096, head_dim=64, num_layers=1)
     spec = make_spec(devices, replace(MODEL, **sizes), seq_len=64, **groups)
     with tracing_for(spec, kind.platform):
@@ -236,9 +236,9 @@ def compiled_text(**groups):
 @pytest.mark.thorough
 @needs_compiler
 def test_int8_codes_have_a_kernel_of_their_own():
-    """A kernel that reduces the maxima of one slot and writes codes of another takes several times
-    as long as two."""
-    text = compiled_text(optimizer=OptimizerConfig(state_dtype="int8"))
+    """Where XLA compiles the update, as on a mesh. A kernel that reduces the maxima of one slot and
+    writes codes of another takes several times as long as two."""
+    text = compiled_text("h100:2", optimizer=OptimizerConfig(state_dtype="int8"))
     reductions = re.findall(r"= (.*) fusion\(.*kind=kInput", text)
     assert any("f32" in written for written in reductions)
     assert not [written for written in reductions if "u8[" in written]

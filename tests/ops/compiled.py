@@ -10,6 +10,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from triton import compile as triton_compile
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -20,6 +21,9 @@ from bptjax.ops.attention.contract import QKV, AttentionSpec
 from bptjax.ops.delta_rule import gated_delta_rule
 from bptjax.ops.grouped_matmul import grouped_matmul
 from bptjax.ops.mask import Mask
+from bptjax.optim import int8_triton, int8_triton_kernels
+from bptjax.optim.optimizer import OptimizerConfig, init_opt_state
+from bptjax.optim.update_rules import AdamW
 
 T, N, K = 256, 4, 2
 DOCUMENTS = np.repeat([[1, 2]], 128, 1).astype(np.int32)
@@ -54,6 +58,7 @@ POINTERS = {
     "float32": "*fp32",
     "int32": "*i32",
     "uint32": "*u32",
+    "uint8": "*u8",
     "int8": "*i8",
 }
 
@@ -99,6 +104,18 @@ def rule(H, W, dtype="bfloat16"):
     pull((out, state))
 
 
+def states(dtype, size):
+    """An update of a parameter of this dtype and last axis, whose slots are in int8."""
+    p, count, key = (
+        nnx.Param(jnp.zeros((8, size), dtype), axes=(None,)),
+        jnp.ones((), int),
+        jnp.zeros(2),
+    )
+    slots = init_opt_state(OptimizerConfig(state_dtype="int8"), [p]).slots
+    old = p, {name: tree[0] for name, tree in slots.items()}
+    int8_triton.step(AdamW(0.9, 0.95, 1e-8), 1.0, 0.1, 0.1, count, old, p, key.astype("uint32"))
+
+
 def one_query():
     """The forward pass of a decoding step, with seven heads to a key."""
     q, k = jnp.zeros((2, 1, 7 * K, 128), "bfloat16"), jnp.zeros((2, T, K, 128), "bfloat16")
@@ -123,6 +140,7 @@ def main():
             (grouped_triton, grouped_triton_kernels),
             (triton_flash, triton_kernels),
             (delta_triton, delta_triton_kernels),
+            (int8_triton, int8_triton_kernels),
         ):
             module.CALL = functools.partial(call, of, kernels)
             module.capability = lambda device=None, of=of: of
@@ -134,6 +152,8 @@ def main():
             attention("documents, 256", over=True)
         one_query()
         rule(128, 128)
+        states("bfloat16", 512)
+        states("float32", 128)
         if newest:
             rule(64, 192, "float32")
 

@@ -1,0 +1,102 @@
+"""AdamW with states in int8 as one Triton kernel through jax-triton, on NVIDIA GPUs. It reads and
+writes each element once, where XLA's kernels pass on both moments in float32."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+from jax.typing import ArrayLike
+from jaxtyping import UInt32
+
+from bptjax.ops.quantize import BLOCK
+from bptjax.ops.target import like, platform
+from bptjax.ops.triton_call import compiler_shards_arrays, triton_call, unusable
+from bptjax.optim.update_rules import AdamW, bias
+
+# Numbers of elements that may share an absolute maximum: powers of two.
+BLOCKS = 16, 32, 64, 128, 256
+# Elements of a program, and its warps.
+TILE = 1024, 4
+# Launches a kernel. Tests replace it to run kernels in Triton's interpreter.
+CALL: Callable[..., tuple[Array, ...]] = partial(triton_call, "bptjax.optim.int8_triton_kernels")
+
+
+@dataclass(frozen=True)
+class Constants:
+    """Compile-time constants of a kernel, its one `tl.constexpr` argument.
+
+    Attributes:
+      block: elements of a block.
+      rows: blocks of a program; both are powers of two.
+    """
+
+    block: int
+    rows: int
+    beta1: float
+    beta2: float
+    epsilon: float
+
+
+def usable(old: tuple[nnx.Variable, dict[str, Any]], g: nnx.Variable) -> bool:
+    """Returns whether `step` can update this parameter, or these slices of it."""
+    p, slots = old
+    spaces = {jax.typeof(x).memory_space for x in jax.tree.leaves((old, g))}
+    return (
+        platform() == "gpu"
+        and all(isinstance(slot, dict) for slot in slots.values())
+        and p.dtype in (jnp.float32, jnp.bfloat16)
+        and p.shape[-1] % _block(p) == 0
+        and _block(p) in BLOCKS
+        and spaces == {jax.memory.Space.Device}
+        and not compiler_shards_arrays()
+        and unusable() is None
+    )
+
+
+def step(
+    rule: AdamW,
+    scale: ArrayLike,
+    rate: ArrayLike,
+    decay: float,
+    count: Array,
+    old: tuple[nnx.Variable, dict[str, Any]],
+    g: nnx.Variable,
+    key: UInt32[Array, "2"],
+    when: ArrayLike = True,
+    index: ArrayLike = 0,
+) -> tuple[nnx.Variable, dict[str, Any]]:
+    """Returns (parameter, slots) after a step, in the memory of the old ones if they are donated.
+
+    Args:
+      scale: factor on the gradient.
+      count: number of the step, from 1.
+      old: the parameter and its slots, or slices of them.
+      g: gradient of all of it, or of one entry.
+      when: bool scalar; nothing changes if it is false.
+      index: the entry of which `g` is the gradient.
+    """
+    p, slots = old
+    held, structure = jax.tree.flatten((p, slots["mu"], slots["nu"]))
+    corrections = 1 / bias(rule.beta1, count), 1 / bias(rule.beta2, count)
+    (size, warps), block = TILE, _block(p)
+    blocks, rows = g.get_value().size // block, size // block
+    floats = scale, rate, decay, *corrections
+    numbers = jnp.stack([jnp.asarray(x, jnp.float32) for x in floats])
+    words = jnp.stack([*key, *(jnp.asarray(x, jnp.uint32) for x in (when, index, blocks))])
+    constants = Constants(block, rows, rule.beta1, rule.beta2, rule.epsilon)
+    inputs = g.get_value(), numbers, words, *held
+    aliases = {3 + i: i for i in range(len(held))}
+    shapes, grid = tuple(map(like, held)), (-(-blocks // rows),)
+    new = CALL("adamw", inputs, shapes, grid, warps, 1, constants, aliases)
+    p, mu, nu = structure.unflatten(new)
+    return p, {"mu": mu, "nu": nu}
+
+
+def _block(p: nnx.Variable) -> int:
+    """Returns the number of elements that share an absolute maximum."""
+    return min(BLOCK, p.shape[-1])

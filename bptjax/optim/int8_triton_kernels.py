@@ -1,0 +1,129 @@
+"""AdamW with states in int8 as a Triton kernel: the work of one program. `int8_triton` launches it.
+
+C is an `int8_triton.Constants`. Offsets have 64 bits: stacked parameters have more than 2³¹
+elements.
+"""
+
+import triton
+import triton.language as tl
+
+# What the values of codes are multiples of.
+UNIT = tl.constexpr(0.5e-7)
+
+
+@triton.jit
+def adamw_kernel(
+    g,
+    numbers,
+    words,
+    old_p,
+    old_mu_absmax,
+    old_mu,
+    old_nu_absmax,
+    old_nu,
+    p,
+    mu_absmax,
+    mu,
+    nu_absmax,
+    nu,
+    C: tl.constexpr,
+):
+    """Updates C.rows blocks of one entry of a parameter and its two slots.
+
+    numbers: factor on the gradient, learning rate, weight decay, and the bias corrections of both
+    moments. words: key of the rounding (two), whether to update, the entry, and its
+    number of blocks.
+    """
+    if tl.load(words + 2) == 0:
+        return
+    total = tl.load(words + 4).to(tl.int64)
+    row = tl.program_id(0).to(tl.int64) * C.rows + tl.arange(0, C.rows)
+    at = row[:, None] * C.block + tl.arange(0, C.block)[None, :]
+    index = at.to(tl.uint32)
+    entry = tl.load(words + 3).to(tl.int64)
+    blocks = entry * total + row
+    elements = entry * total * C.block + at
+    is_row = row < total
+    inside = tl.broadcast_to(is_row[:, None], [C.rows, C.block])
+
+    grad = tl.load(g + at, mask=inside, other=0.0).to(tl.float32) * tl.load(numbers)
+    codes = tl.load(old_mu + elements, mask=inside, other=0).to(tl.float32) - 127
+    unit = tl.load(old_mu_absmax + blocks, mask=is_row, other=0.0)[:, None] * UNIT
+    m = _value(tl.abs(codes), 0) * unit
+    m = C.beta1 * tl.where(codes < 0, -m, m) + (1 - C.beta1) * grad
+    codes = tl.load(old_nu + elements, mask=inside, other=0).to(tl.float32) + 1
+    unit = tl.load(old_nu_absmax + blocks, mask=is_row, other=0.0)[:, None] * UNIT
+    root = _value(codes, 1) * unit
+    v = C.beta2 * (root * root) + (1 - C.beta2) * (grad * grad)
+
+    x = tl.load(old_p + elements, mask=inside, other=0.0).to(tl.float32)
+    m_hat, v_hat = m * tl.load(numbers + 3), v * tl.load(numbers + 4)
+    direction = m_hat / (tl.sqrt(v_hat) + C.epsilon)
+    x -= tl.load(numbers + 1) * (direction + tl.load(numbers + 2) * x)
+
+    first = _mix(_mix(index ^ tl.load(words)) + tl.load(words + 1))
+    second = _mix(first + 0x9E3779B9)
+    if p.dtype.element_ty == tl.bfloat16:
+        bits = (x.to(tl.uint32, bitcast=True) + (second & 0xFFFF)) >> 16
+        tl.store(p + elements, bits.to(tl.uint16).to(tl.bfloat16, bitcast=True), mask=inside)
+    else:
+        tl.store(p + elements, x, mask=inside)
+
+    absmax = tl.max(tl.abs(m), 1)
+    tl.store(mu_absmax + blocks, absmax, mask=is_row)
+    index = _round(tl.abs(m), absmax, first >> 16, m < 0, 0)
+    codes = tl.where(m < 0, 127 - tl.minimum(index, 127), 127 + index)
+    tl.store(mu + elements, codes.to(tl.uint8), mask=inside)
+
+    root = tl.sqrt(v)
+    absmax = tl.max(root, 1)
+    tl.store(nu_absmax + blocks, absmax, mask=is_row)
+    index = _round(root, absmax, first & 0xFFFF, root < 0, 1)
+    # Not the code of zero: see `optimizer`.
+    tl.store(nu + elements, tl.maximum(index - 1, 1).to(tl.uint8), mask=inside)
+
+
+# Below, `first` is the exponent of the first decade: 0 of signed codes, 1 of unsigned ones.
+
+
+@triton.jit
+def _round(x, absmax, noise, negative, first: tl.constexpr):
+    """Returns the index of one of the two values next to the magnitude x / absmax."""
+    x = x * (1 / (tl.where(absmax > 0, absmax, 1.0) * UNIT))[:, None]
+    index = _line(x, 0, first)
+    for decade in tl.static_range(1, 7):
+        index = tl.minimum(index, _line(x, decade, first))
+    index = tl.minimum(tl.floor(tl.maximum(index, first)), (128 << first) - 1)
+    low, high = _value(index, first), _value(index + 1, first)
+    threshold = (noise.to(tl.float32) + 0.5) / 65536
+    # Noise rounds negative values the other way.
+    threshold = tl.where(negative, 1 - threshold, threshold)
+    return tl.where(x - low > threshold * (high - low), index + 1, index)
+
+
+@triton.jit
+def _line(x, decade: tl.constexpr, first: tl.constexpr):
+    """Returns the inverse of the line of a decade."""
+    n: tl.constexpr = 2.0 ** (decade + first)
+    return x * (2 * n * UNIT * 10.0 ** (7 - decade) / 18) + (16 * n - 9) / 18
+
+
+@triton.jit
+def _value(index, first: tl.constexpr):
+    """Returns the values of `quantize.DynamicCodebook` at these indices from its origin, without a
+    sign, as multiples of UNIT. A decade of n = 2ᵉ indices has a line with the factor 5ᵉ / 10ᶠ, f =
+    `first`."""
+    bits = index.to(tl.int32, bitcast=True)
+    n = (bits & 0x7F800000).to(tl.float32, bitcast=True)
+    factor = tl.exp2(((bits >> 23) - 127).to(tl.float32) * 2.321928094887362)
+    value = (18 * index + 9 - 16 * n) * factor
+    if first == 1:
+        value = tl.where(index < 2, 0.0, value * 0.1)
+    return tl.minimum(value, 1 / UNIT)
+
+
+@triton.jit
+def _mix(x):
+    x = (x ^ (x >> 16)) * 0x85EBCA6B
+    x = (x ^ (x >> 13)) * 0xC2B2AE35
+    return x ^ (x >> 16)
