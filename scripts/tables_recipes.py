@@ -8,6 +8,18 @@ from measurements import Row, read, table
 from bptjax.tasks import TASKS
 
 EXTENSION = "extension_h200.jsonl", "extension_h100.jsonl"
+# Names of ways to extend a context in tables; of others, theta is named.
+WAYS = {
+    "chats_10": "a tenth chats",
+    "chats_25": "a quarter chats",
+    "theta_seed_1_50": "another seed",
+    "smaller_theta_50": "theta 1.6 million",
+    "larger_theta_50": "theta 25.6 million",
+    "yarn_50": "YaRN",
+    "llama3_50": "Llama 3's scaling",
+    "linear_50": "linear scaling",
+    "lora_embeddings_50": "LoRA with embeddings",
+}
 # Names of models in tables, by way and trained length.
 MODELS = {
     ("before", 65536): "before",
@@ -17,8 +29,7 @@ MODELS = {
     ("low_rate_50", 65536): "after 50 steps, learning rate 3e-5",
     ("chats_25", 65536): "after 50 steps, a quarter chats",
     ("fewer_steps", 32768): "after 50 steps of 32,768",
-    ("chats_10", 32768): "after 50 steps of 32,768, a tenth chats",
-    ("yarn_50", 32768): "after 50 steps of 32,768, YaRN",
+    **{(way, 32768): f"after 50 steps of 32,768, {name}" for way, name in WAYS.items()},
     ("smaller_theta_200_steps", 65536): "after, theta 1.6 million",
 }
 
@@ -76,7 +87,6 @@ def extension_scores() -> str:
 
 def extension_ways() -> str:
     """Ways to extend a context: held-out loss, perplexity and pass keys."""
-    names = {"yarn_50": "YaRN", "chats_25": "a quarter chats", "chats_10": "a tenth chats"}
     ways: dict[tuple[str, int, str], list[Row]] = {}
     for name in EXTENSION:
         for row in read(name):
@@ -94,7 +104,7 @@ def extension_ways() -> str:
         body.append(
             [
                 f"{length:,}",
-                names.get(variant, f"theta {run['rope_theta'] / 1e6:.1f} million"),
+                WAYS.get(variant, f"theta {run['rope_theta'] / 1e6:.1f} million"),
                 f"{list(run['held_out'])[-1]}: {run['tokens'] / 1e6:.1f} million",
                 f"{run['seconds'] / 60:.1f}, {run['device'].split()[1]}",
                 *(f"{r['perplexity']:.2f}" for r in (ranges[0], ranges[-1])),

@@ -90,4 +90,5 @@ def test_a_run_with_states_in_host_memory_is_resumed(tmp_path):
             assert main([*command, f"--run_dir={run}", f"--train.max_steps={last}"]) == 0
         records = read_metrics(run / "metrics.jsonl")
         losses.append({x["step"]: x["train/loss"] for x in records if "train/loss" in x})
-    assert losses[0] == losses[1] and len(losses[0]) > 2
+    # The same step twice differs in the last bits on a GPU.
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5) and len(losses[0]) > 2
