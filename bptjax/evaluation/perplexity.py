@@ -27,6 +27,7 @@ from bptjax.ops.labels import IGNORED
 from bptjax.ops.loss import linear_cross_entropy
 from bptjax.run.output import plural
 from bptjax.run.progress import Progress
+from bptjax.tasks.scores import bootstrap
 
 # Log-probabilities (nats) that choose the tokens of LongPPL, from the paper: α and β.
 LEAST_GAIN, LEAST_LOG_PROB = 2.0, -2.0
@@ -70,13 +71,17 @@ def by_position(
         Receives those of documents that it lacks.
 
     Returns:
-      One row per range of positions.
+      One row per range of positions. Of several documents, with the 95 % interval of the
+      perplexity from `low` to `high`, by a bootstrap over documents, and that of its ratio to the
+      perplexity with the short context from `ratio_low` to `ratio_high`.
 
     Raises:
       ValueError: no document has `length` tokens.
     """
     names = ["", "short_"][: 1 if short_context is None else 2]
-    sums, seen, longest = {name: np.zeros(length - 1) for name in names}, 0, 0
+    ranges, longest = np.array_split(np.arange(length - 1), buckets), 0
+    # The mean loss of each document in each range.
+    means: dict[str, list[list[float]]] = {name: [] for name in names}
     # Of the tokens that need the long context: their number, and the sum of their losses.
     needing = np.zeros((2, length - 1))
     need = {} if need is None else need
@@ -109,33 +114,46 @@ def by_position(
             if len(tokens) < length:
                 continue
             tokens, labels = tokens[: length - 1], tokens[1:length]
-            sums[""] += (whole := losses(tokens[None], labels[None])[0])
+            found = {"": (whole := losses(tokens[None], labels[None])[0])}
             if short_context is not None:
-                sums["short_"] += (short := _in_windows(losses, tokens, labels, short_context))
+                found["short_"] = short = _in_windows(losses, tokens, labels, short_context)
                 needed = need.setdefault(tokens.tobytes(), needs_long(whole, short))
                 needing += needed, needed * whole
-            seen += 1
+            for name, each in found.items():
+                means[name].append([float(each[at].mean()) for at in ranges])
             progress.advance()
-            if seen == limit:
+            if len(means[""]) == limit:
                 break
-    if not seen:
+    if not means[""]:
         raise ValueError(
             f"--perplexity={length}: must be at most {longest}, the length of the longest "
             "document; lower it, or give longer documents"
         )
     rows = []
-    for bucket in np.array_split(np.arange(length - 1), buckets):
-        row: dict[str, Any] = dict(start=int(bucket[0]) + 1, end=int(bucket[-1]) + 1)
-        row["documents"] = seen
-        for name, each in sums.items():
-            loss = float(each[bucket].mean() / seen)
+    for i, at in enumerate(ranges):
+        row: dict[str, Any] = dict(start=int(at[0]) + 1, end=int(at[-1]) + 1)
+        row["documents"] = len(means[""])
+        losses_of = {name: np.array(each)[:, i] for name, each in means.items()}
+        for name, each in losses_of.items():
+            loss = float(each.mean())
             row |= {f"{name}loss": loss, f"{name}perplexity": float(np.exp(loss))}
+        row |= _interval("", losses_of[""])
         if short_context is not None:
-            count, loss = needing[:, bucket].sum(1).tolist()
+            row |= _interval("ratio_", losses_of[""] - losses_of["short_"])
+            count, loss = needing[:, at].sum(1).tolist()
             row |= dict(short_context=short_context, long_tokens=int(count))
             row["long_loss"] = loss / count if count else None
         rows.append(row)
     return rows
+
+
+def _interval(name: str, losses: np.ndarray) -> dict[str, float]:
+    """Returns the ends of the 95 % interval of the exponential of the mean, given the means of
+    documents; of a single document, none."""
+    if len(losses) == 1:
+        return {}
+    low, high = (float(np.exp(end)) for end in bootstrap(losses, seed=0))
+    return {f"{name}low": low, f"{name}high": high}
 
 
 def needs_long(loss: np.ndarray, short_loss: np.ndarray) -> np.ndarray:
@@ -184,22 +202,29 @@ def perplexity_table(rows: list[dict[str, Any]]) -> Table:
     if short := rows[0].get("short_context"):
         columns += [f"with the last {short:,} tokens only", "ratio"]
     for name in columns:
-        shown.add_column(name, justify="right")
+        shown.add_column(name, justify="right", overflow="fold")
     if len(models) > 1:
         shown.add_column("model", overflow="fold")
     for together in zip(*models.values(), strict=True):
         for label, row in zip(models, together, strict=True):
             cells = [f"{row['start']:,} to {row['end']:,}", f"{row['loss']:.4f}"]
-            cells.append(f"{row['perplexity']:.4g}")
+            cells.append(f"{row['perplexity']:.4g}" + _ends(row, ""))
             if short:
                 ratio = row["perplexity"] / row["short_perplexity"]
-                cells += [f"{row['short_perplexity']:.4g}", f"{ratio:.3f}"]
+                cells.append(f"{row['short_perplexity']:.4g}")
+                cells.append(f"{ratio:.3f}" + _ends(row, "ratio_"))
             shown.add_row(*cells, *([label] if len(models) > 1 else []))
     if short:
         lines = {label: _long_perplexity(some) for label, some in models.items()}
         several = (f"{label}: {line}" for label, line in lines.items())
         shown.caption = "\n".join(several if len(models) > 1 else lines.values())
     return shown
+
+
+def _ends(row: dict[str, Any], name: str) -> str:
+    """Returns a line of an interval, if the row has it; rows of earlier versions do not."""
+    ends = [float(f"{row[key]:.3g}") for key in (f"{name}low", f"{name}high") if key in row]
+    return "\n" * bool(ends) + "–".join(f"{end:g}" for end in ends)
 
 
 def _title(rows: list[dict[str, Any]]) -> str:

@@ -119,14 +119,19 @@ def interval(scores: np.ndarray, seed: int) -> tuple[float, float]:
     else a bootstrap's."""
     n, mean = len(scores), float(scores.mean())
     if not np.isin(scores, (0, 1)).all():
-        chosen = np.random.default_rng(seed).integers(n, size=(RESAMPLES, n))
-        edges = (1 - COVERAGE) / 2, (1 + COVERAGE) / 2
-        low, high = np.quantile(scores[chosen].mean(1), edges).tolist()
-        return low, high
+        return bootstrap(scores, seed)
     z = NormalDist().inv_cdf((1 + COVERAGE) / 2)
     center = (mean + z**2 / (2 * n)) / (1 + z**2 / n)
     half = z * (mean * (1 - mean) / n + z**2 / (4 * n**2)) ** 0.5 / (1 + z**2 / n)
     return max(center - half, 0.0), min(center + half, 1.0)
+
+
+def bootstrap(values: np.ndarray, seed: int) -> tuple[float, float]:
+    """Returns the ends of the 95 % interval of the mean of independent values."""
+    n = len(values)
+    chosen = np.random.default_rng(seed).integers(n, size=(RESAMPLES, n))
+    low, high = np.quantile(values[chosen].mean(1), ((1 - COVERAGE) / 2, (1 + COVERAGE) / 2))
+    return float(low), float(high)
 
 
 def falls(

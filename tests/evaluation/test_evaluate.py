@@ -59,6 +59,26 @@ def test_buckets_are_the_loss_cut_in_pieces(model):
         assert row["perplexity"] == pytest.approx(np.exp(part.mean()), rel=1e-4)
 
 
+def test_intervals_are_over_documents(model):
+    """From the least document to the greatest, if there are two; none of a single document."""
+    documents = ["abcdefg" * 10, "the quick brown fox " * 5]
+    how = dict(length=41, buckets=2, limit=9, dtype=jnp.float32, short_context=8)
+    each = [perplexity.by_position(model, BYTES, [text], **how) for text in documents]
+    rows = perplexity.by_position(model, BYTES, documents, **how)
+    for row, *of in zip(rows, *each, strict=True):
+        assert "low" not in of[0] and "ratio_low" not in of[0]
+        ratios = [x["perplexity"] / x["short_perplexity"] for x in of]
+        for name, values in (("", [x["perplexity"] for x in of]), ("ratio_", ratios)):
+            ends = row[f"{name}low"], row[f"{name}high"]
+            assert ends == pytest.approx((min(values), max(values)))
+    shown = rows[0] | dict(low=1432.4, high=1936.0, ratio_low=0.81234, ratio_high=0.9)
+    text = printed(perplexity.perplexity_table(named([shown])))
+    assert "1430–1940" in text and "0.812–0.9" in text
+    # All tokens are read within the short context.
+    same = perplexity.by_position(model, BYTES, documents, **how | {"short_context": 40})
+    assert {(row["ratio_low"], row["ratio_high"]) for row in same} == {(1.0, 1.0)}
+
+
 @pytest.mark.parametrize("context", fast([4, 9, 16, 35], {16}))
 def test_short_context_leaves_out_earlier_tokens(model, context):
     """With windows that end within the document, and one as long as it."""
