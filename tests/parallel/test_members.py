@@ -133,13 +133,13 @@ def test_processes_that_cannot_keep_the_batch_refuse_together(run_dir):
 
 @pytest.mark.thorough
 def test_a_returning_process_waits_for_its_turn(run_dir):
-    pair = [Joining(run_dir, index, wait_s=40.0) for index in (1, 2)]
+    pair = [Joining(run_dir, index, wait_s=30.0) for index in (1, 2)]
     found = [each.result(200) for each in pair]
     assert found == [ProcessInfo("localhost:1234", 2, i, [1 + i]) for i in range(2)]
-    assert pair[0].lines == ["waiting for a for up to 40 s"] and pair[1].lines == []
+    assert pair[0].lines == ["waiting for a for up to 30 s"] and pair[1].lines == []
     first = pair[0].members
     assert first.returned() == ""
-    back = Joining(run_dir, 0, wait_s=40.0)
+    back = Joining(run_dir, 0, wait_s=30.0)
     deadline = time.monotonic() + 100
     while not (first.returned() and back.lines) and time.monotonic() < deadline:
         time.sleep(0.5)
@@ -157,7 +157,7 @@ def test_a_process_that_could_not_share_the_batch_waits(run_dir):
     def choose(complete, present):
         return choose_members(complete, present, lambda devices: devices != 4)
 
-    pair = [Joining(run_dir, index, wait_s=40.0, choose=choose) for index in (0, 2)]
+    pair = [Joining(run_dir, index, wait_s=30.0, choose=choose) for index in (0, 2)]
     assert pair[0].result(200) == ProcessInfo("localhost:1234", 1, 0, [0])
     assert pair[0].members.missing == ["b", "c"] and pair[0].members.spare == "c"
     time.sleep(12)
