@@ -136,17 +136,21 @@ def few_programs(programs):
             jax.clear_caches()
 
 
-# Few tests that take minutes, many of them waiting. Other files come by their number of tests.
-LONG = "test_hosts.py", "test_extension.py", "test_members.py"
+# Few tests that take long, many of them waiting. Other files come by their number of tests.
+LONG = "test_hosts.py", "test_extension.py", "test_gemma4.py", "test_images.py"
+# Waits too, but not at the same time, as the processors would be idle.
+LATER = "test_members.py"
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items):
     """Starts with the long files: at the end, the processes without one would be idle."""
     tests = Counter(item.path for item in items)
+    middle = sorted(tests.values())[len(tests) // 2] if tests else 0
 
     def place(item):
-        return item.path.name not in LONG, -tests[item.path], item.path
+        name, number = item.path.name, tests[item.path]
+        return name not in LONG, -(middle if name == LATER else number), item.path
 
     items.sort(key=place)
 
