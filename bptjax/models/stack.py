@@ -22,10 +22,12 @@ from bptjax.models.head_groups import GroupContext, HeadGroups, check_head_group
 from bptjax.models.layer_backward import Inputs, LayerRunner, Stack, Use
 from bptjax.models.layer_kinds import FULL, PROJECTIONS, LayerKind
 from bptjax.models.layers import DropoutKeys, Layer, TokenContext, adapter_dropout
+from bptjax.models.linear import AdapterDropout
 from bptjax.models.norm import Norm
 from bptjax.models.params import expert_placement, param_path
 from bptjax.ops.blockwise import blockwise, blockwise_transformer
 from bptjax.ops.checkpoint_names import checkpoint_named
+from bptjax.ops.documents import chains
 from bptjax.ops.mask import Mask
 from bptjax.ops.position import BY_LENGTH, alibi_slopes, document_lengths
 from bptjax.ops.stacked import close_slots, read_entry, split_gradient
@@ -312,7 +314,8 @@ def _layer_function(
             context = tokens._replace(embedded=embedded, tokens=None)
         inputs, chunk = _Inputs(layer, _dropout_keys(dropout_key, index)), _Chunk(x, context)
         if kind.mixer is not None:
-            out, past = _mix(config, execution, kind.mixer, inputs, chunk, mask, past, index)
+            mixed = chunk, mask, trees.get("ends")
+            out, past = _mix(config, execution, kind.mixer, inputs, *mixed, past, index)
             x, aux = _split(execution, inputs, chunk, out)
         else:
             kv = None
@@ -377,19 +380,20 @@ def _layer_function(
     return apply
 
 
-def check_trees(config: ModelConfig) -> None:
-    """Checks that all layers can read trees of tokens.
+def check_trees(config: ModelConfig, *, two: bool = True) -> None:
+    """Checks that all layers can read trees of tokens, with up to two branches or with any.
 
     Raises:
-      NotImplementedError: the attention has a pattern, is not causal, or a layer has none.
+      NotImplementedError: the attention has a pattern or is not causal; a layer has none, and trees
+        may have more than two branches.
     """
     if not config.causal:
         raise NotImplementedError("trees of tokens: need a model with causal attention")
     for kind in config.layer_kinds:
-        if kind.mixer is not None:
+        if kind.mixer is not None and not two:
             raise NotImplementedError(
-                f"trees of tokens: layers of {kind.mixer} carry a state from token to token, which "
-                "has no branches; train on separate sequences"
+                f"trees of tokens: layers of {kind.mixer} carry a state from token to token, of at "
+                "most two branches; train on separate sequences"
             )
         if kind.pattern is not None:
             raise NotImplementedError(
@@ -541,10 +545,11 @@ def _mix(
     inputs: _Inputs,
     chunk: _Chunk,
     mask: Mask,
+    ends: Int[Array, "B T"] | None,
     cache: Cache | None,
     index: Int[Array, ""],
 ) -> tuple[Float[Array, "B T *heads"], Cache | None]:
-    """Runs `heads` of an attention-free layer on the full sequence."""
+    """Runs `heads` of an attention-free layer on the full sequence, of trees with these ends."""
     layer, order = inputs.layer, mask.positions
     assert layer.mixer is not None
     seeds = adapter_dropout(inputs.keys, chunk.tokens)
@@ -553,7 +558,10 @@ def _mix(
         x = layer.read(chunk.x)
         if cache is None:
             assert order is None or isinstance(order, np.ndarray)  # `run` of a model gives them.
-            return layer.mixer.heads(x, order=order, **options)[0], None
+            if ends is None:
+                return layer.mixer.heads(x, order=order, **options)[0], None
+            heads = partial(layer.mixer.heads, offload=execution.offload)
+            return _of_branches(heads, x, ends, seeds, order), None
         index = _number(config, config.layers_of(kind), index)
         # All tokens of a prompt have segment 1.
         previous = (cache.length > cache.start).astype(jnp.int32)
@@ -561,6 +569,37 @@ def _mix(
             x, carried=cache.carried(kind, index), previous=previous, **options
         )
         return out, cache.carry(kind, index, carried)
+
+
+def _of_branches(
+    heads: Callable[..., tuple[Float[Array, "B T *heads"], Any]],
+    x: Float[Array, "B T D"],
+    ends: Int[Array, "B T"],
+    seeds: AdapterDropout | None,
+    order: Int[np.ndarray, "T"] | None,
+) -> Float[Array, "B T *heads"]:
+    """Runs `heads` of an attention-free layer once for each of two branches of a tree, and so twice
+    on what they share. Sequences that have a tree with more branches become NaN."""
+    at = np.arange(x.shape[1]) if order is None else np.argsort(order)
+    split = chains(ends[:, at])
+
+    def run(at, segments):
+        """Runs `heads` on the tokens at these indices `[B or 1, T]`."""
+        own = None if seeds is None else seeds._replace(ids=_pick(seeds.ids, at))
+        return heads(_pick(x, at), segments=segments, seeds=own)[0]
+
+    out = run(at[None], split.segments)
+    other = run(jnp.asarray(at)[split.order], split.moved)
+    other = _pick(other, jnp.argsort(split.order, axis=1))
+    one = (1,) * (out.ndim - 2)
+    out = jnp.where(split.second.reshape(*split.second.shape, *one), other, out)
+    out = jnp.where(split.more.reshape(-1, 1, *one), jnp.asarray(jnp.nan, out.dtype), out)
+    return out if order is None else out[:, order]
+
+
+def _pick(x: Array, at: Array | np.ndarray) -> Array:
+    """Returns the tokens of `x` `[B, T, ...]` at indices `[B or 1, T]`."""
+    return jnp.take_along_axis(x, jnp.asarray(at).reshape(*at.shape, *(1,) * (x.ndim - 2)), 1)
 
 
 def _split(

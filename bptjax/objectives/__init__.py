@@ -60,7 +60,8 @@ class ObjectiveConfig:
       sft_weight: weight of the negative log-likelihood of the better answer, per token, in dpo and
         simpo.
       share_prompt: keep one copy of the prompt of a record for both answers, in preference losses.
-        Requires a model whose layers all have attention, and is the default there.
+        The default if all layers have attention, without a pattern. Layers with linear attention or
+        short convolutions run twice on the prompt.
       desirable_weight: factor on the losses of good answers in kto. 1.
       undesirable_weight: factor on the losses of bad answers in kto. 1.
       gamma: margin between the answers in simpo.

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jax.numpy as jnp
 from jax import Array
@@ -10,6 +11,7 @@ from bptjax.data.branches import BRANCHED, encode_branches
 from bptjax.data.encoding import Encoding
 from bptjax.data.examples import FIELDS, WEIGHTS
 from bptjax.models.config import ModelConfig
+from bptjax.models.stack import check_trees
 from bptjax.objectives.cross_entropy import ForwardPass, Losses, cross_entropy, head_inputs
 from bptjax.objectives.objective import Objective
 from bptjax.ops.labels import IGNORED
@@ -28,6 +30,9 @@ class NextTokenOfBranches(Objective):
 
     def fits(self, model: ModelConfig) -> bool:
         return model.causal
+
+    def check(self, model: ModelConfig, keys: Mapping[str, Any]) -> None:
+        check_trees(model, two=False)
 
     def encoding(self, model: ModelConfig) -> Encoding:
         fields = (*FIELDS, "ends", WEIGHTS)

@@ -55,7 +55,7 @@ class AnswersObjective(Objective):
         if self.share_prompt is not None:
             return self
         try:
-            check_trees(model)
+            check_trees(model, two=False)
         except NotImplementedError:
             return replace(self, share_prompt=False)
         return replace(self, share_prompt=True)

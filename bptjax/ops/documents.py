@@ -1,5 +1,7 @@
 """Documents of a sequence, for operations that carry a state from token to token."""
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -56,3 +58,46 @@ def last_segment(segments: Int[Array, "B T"], previous: Int[Array, "B"]) -> Int[
     last = segments.shape[1] - 1 - jnp.argmax(segments[:, ::-1] != 0, axis=1, keepdims=True)
     last_segments = jnp.take_along_axis(segments, last, 1)[:, 0]
     return jnp.where(last_segments == 0, previous.astype(last_segments.dtype), last_segments)
+
+
+class Chains(NamedTuple):
+    """Trees of tokens with up to two branches, as documents whose tokens follow each other.
+
+    Attributes:
+      segments: numbers of documents, 0 for padding: each tree without its second branch is one.
+      order: indices that move second branches before first ones.
+      moved: numbers of documents in this order: each tree without its first branch is one.
+      second: true for tokens of second branches.
+      more: true for sequences that have a tree with more branches.
+    """
+
+    segments: Int[Array, "B T"]
+    order: Int[Array, "B T"]
+    moved: Int[Array, "B T"]
+    second: Bool[Array, "B T"]
+    more: Bool[Array, "B"]
+
+
+def chains(ends: Int[Array, "B T"]) -> Chains:
+    """Takes trees apart, given `Mask.ends` of tokens that are in the order of the sequence."""
+    B, T = ends.shape
+    padding, last = ends == 0, jax.lax.cummax(ends, axis=1)
+    earlier = jnp.pad(last[:, :-1], ((0, 0), (1, 0)))
+    tree = jnp.cumsum(~padding & (jnp.arange(T)[None] >= earlier), axis=1, dtype=jnp.int32)
+
+    def after(branch):
+        """Returns whether a token of this branch comes before, in the same tree."""
+        return jax.lax.cummax(jnp.where(branch, tree, 0), axis=1) == tree
+
+    # Only the last branch ends with its tree.
+    first = ~padding & (ends < last)
+    second = ~padding & ~first & after(first)
+    key = jnp.where(padding, 2 * T + 2, 2 * tree + first.astype(jnp.int32))
+    order = jnp.argsort(key, axis=1, stable=True)
+    moved = jnp.take_along_axis(jnp.where(padding, 0, key), order, 1)
+    others = first[:, 1:] & first[:, :-1] & (tree[:, 1:] == tree[:, :-1])
+    others &= ends[:, 1:] != ends[:, :-1]
+    more = others.any(1) | (first & after(second)).any(1)
+    return Chains(
+        jnp.where(padding, 0, 2 * tree + second.astype(jnp.int32)), order, moved, second, more
+    )

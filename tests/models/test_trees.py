@@ -14,6 +14,7 @@ from bptjax.data.examples import sequence
 from bptjax.data.trees import tree
 from bptjax.models.decoder import Decoder
 from bptjax.models.execution import Execution
+from bptjax.models.stack import check_trees
 from bptjax.ops.labels import IGNORED
 
 RNG = np.random.default_rng(0)
@@ -117,9 +118,44 @@ def test_answers_do_not_see_each_other():
     assert moved[at - 2 : at + 1].all() and moved.sum() == 3
 
 
-@pytest.mark.parametrize("name", ["linear attention, gate", "short convolution"])
-def test_refusals(name):
-    with pytest.raises(NotImplementedError, match="trees of tokens: layers of .*_"):
-        jax.eval_shape(hidden, Decoder(MODELS[name], jax.random.key(0)), **inputs(PACKED))
+MIXERS = "linear attention, gate", "short convolution"
+
+
+@pytest.mark.parametrize("name", MIXERS)
+def test_two_branches_of_layers_with_a_state(name):
+    """Trees of two branches are their separate rows, packed with a document; trees of three give
+    NaN, and leave other sequences as they are."""
+    model = Decoder(MODELS[name], jax.random.key(0))
+    trees = [tree(ROWS[:2]), DOCUMENT, tree(ROWS[1:][::-1])]
+    batch = {name: x[None] for name, x in sequence(trees, 2 * T).items()}
+    weights = RNG.normal(size=model.config.E).astype(np.float32)
+    ids, ends, labels = batch["tokens"][0], batch["ends"][0], batch["labels"][0]
+    leaves = [i for i in range(2 * T) if ends[i] == i + 1]
+    paths = [np.flatnonzero((np.arange(2 * T) <= i) & (i < ends)) for i in leaves]
+    assert len(paths) == 5 and (labels[leaves] != IGNORED).all()
+
+    def together(model):
+        out = hidden(model, **inputs(batch))
+        parts = [out[0, path] for path in paths]
+        return sum((x @ weights).sum() for x in parts), parts
+
+    def apart(model):
+        parts = [hidden(model, tokens=jnp.asarray(ids[path])[None])[0] for path in paths]
+        return sum((x @ weights).sum() for x in parts), parts
+
+    (gradients, parts), (wanted, own) = (
+        quick(jax.grad(f, has_aux=True))(model) for f in (together, apart)
+    )
+    close(parts, own, scale=3.0)
+    close(gradients, wanted, scale=3.0)
+    both = jax.tree.map(lambda x, y: np.concatenate([x[:, :T], y]), batch, PACKED)
+    out = np.asarray(quick(hidden)(model, **inputs(both)))
+    assert np.isfinite(out[0]).all() and np.isnan(out[1]).all()
+
+
+def test_refusals():
+    for name in MIXERS:
+        with pytest.raises(NotImplementedError, match="layers of .* of at most two branches"):
+            check_trees(MODELS[name], two=False)
     with pytest.raises(ValueError, match="ends: requires positions"):
         jax.eval_shape(hidden, model_of("rotary"), tokens=PACKED["tokens"], ends=PACKED["ends"])

@@ -103,6 +103,7 @@ CASES = {
     ),
     "pairs and linear attention": dict(
         objective="simpo",
+        share_prompt=True,
         model=dict(
             layer_types=["linear_attention", "full_attention"] * 2,
             linear_attention=LinearAttentionConfig(2, 4, 8, 4),
@@ -136,6 +137,7 @@ def spec_of(
     train=None,
     adapter=None,
     objective="auto",
+    share_prompt=None,
     accumulate=1,
 ) -> TrainSpec:
     accumulation = dict(gradient_accumulation_steps=accumulate)
@@ -145,7 +147,7 @@ def spec_of(
         config,
         execution=replace(config.execution, **(execution or {})),
         adapter=AdapterConfig(**(adapter or {})),
-        objective=ObjectiveConfig(objective),
+        objective=ObjectiveConfig(objective, share_prompt=share_prompt),
     )
     spec = replace(spec, config=config, model=replace(LAYERS, **(model or {})))
     return with_optimizer(spec, **dict(max_grad_norm=0.0) | (optimizer or {}))

@@ -35,6 +35,12 @@ from training.test_objectives import PAIRS, SIZES, T, batches, make_spec
 
 BETA = 0.1
 MODEL = ModelConfig(**SIZES, logits_softcap=5.0, head_bias=True, init_std=0.3)
+LINEAR = replace(
+    MODEL,
+    layer_types=["linear_attention", "full_attention"],
+    num_layers=2,
+    linear_attention=LinearAttentionConfig(2, 4, 8, 4),
+)
 
 
 # The formulas of TRL 1.16, of sums and means of log-probabilities in float64: gains of the answers,
@@ -272,10 +278,15 @@ def test_the_first_loss_is_ln_2(packing):
     assert abs(float(sums.loss) / int(count) - math.log(2)) < 1e-6
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["apart", "shared"])
+@pytest.fixture(
+    scope="module",
+    params=[(False, MODEL), (True, MODEL), (True, LINEAR)],
+    ids=["apart", "shared", "shared, linear attention"],
+)
 def alone(request):
     """A spec of one device, and its gradients away from the start."""
-    one = lora_spec(dict(share_prompt=request.param))
+    shared, model = request.param
+    one = lora_spec(dict(share_prompt=shared), model)
     (batch,) = batches(one, PAIRS, "best_fit", 16)
     return one, gradient_sums(one, batch, state=moved(one))
 
@@ -475,13 +486,9 @@ def test_an_evaluation_of_a_finished_run(folder, tmp_path, capsys, reference):
 
 def test_prompts_are_shared_where_layers_read_trees():
     """By default; a named value is kept."""
-    linear = replace(
-        MODEL,
-        layer_types=["linear_attention", "full_attention"],
-        num_layers=2,
-        linear_attention=LinearAttentionConfig(2, 4, 8, 4),
-    )
-    for model, shared in ((MODEL, True), (linear, False)):
+    pattern = dict(type="strided", block_size=2, local=2, stride=3)
+    strided = replace(MODEL, attention_pattern=pattern)
+    for model, shared in ((MODEL, True), (LINEAR, False), (strided, False)):
         for kind in ("dpo", "kto"):
             chosen = choose(ObjectiveConfig(type=kind), model)
             assert chosen.share_prompt is shared
