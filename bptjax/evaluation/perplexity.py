@@ -208,11 +208,11 @@ def perplexity_table(rows: list[dict[str, Any]]) -> Table:
     for together in zip(*models.values(), strict=True):
         for label, row in zip(models, together, strict=True):
             cells = [f"{row['start']:,} to {row['end']:,}", f"{row['loss']:.4f}"]
-            cells.append(f"{row['perplexity']:.4g}" + _ends(row, ""))
+            cells.append(f"{row['perplexity']:.4g}" + _ends(row, "", ".4g"))
             if short:
                 ratio = row["perplexity"] / row["short_perplexity"]
                 cells.append(f"{row['short_perplexity']:.4g}")
-                cells.append(f"{ratio:.3f}" + _ends(row, "ratio_"))
+                cells.append(f"{ratio:.3f}" + _ends(row, "ratio_", ".3f"))
             shown.add_row(*cells, *([label] if len(models) > 1 else []))
     if short:
         lines = {label: _long_perplexity(some) for label, some in models.items()}
@@ -221,10 +221,10 @@ def perplexity_table(rows: list[dict[str, Any]]) -> Table:
     return shown
 
 
-def _ends(row: dict[str, Any], name: str) -> str:
+def _ends(row: dict[str, Any], name: str, form: str) -> str:
     """Returns a line of an interval, if the row has it; rows of earlier versions do not."""
-    ends = [float(f"{row[key]:.3g}") for key in (f"{name}low", f"{name}high") if key in row]
-    return "\n" * bool(ends) + "–".join(f"{end:g}" for end in ends)
+    ends = [format(row[key], form) for key in (f"{name}low", f"{name}high") if key in row]
+    return "\n" * bool(ends) + "–".join(ends)
 
 
 def _title(rows: list[dict[str, Any]]) -> str:

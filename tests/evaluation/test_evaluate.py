@@ -71,9 +71,10 @@ def test_intervals_are_over_documents(model):
         for name, values in (("", [x["perplexity"] for x in of]), ("ratio_", ratios)):
             ends = row[f"{name}low"], row[f"{name}high"]
             assert ends == pytest.approx((min(values), max(values)))
-    shown = rows[0] | dict(low=1432.4, high=1936.0, ratio_low=0.81234, ratio_high=0.9)
+    # The ends of a ratio near 1 tell on which side of 1 it is.
+    shown = rows[0] | dict(low=1432.4, high=1936.0, ratio_low=1.0021, ratio_high=1.0049)
     text = printed(perplexity.perplexity_table(named([shown])))
-    assert "1430–1940" in text and "0.812–0.9" in text
+    assert "1432–1936" in text and "1.002–1.005" in text
     # All tokens are read within the short context.
     same = perplexity.by_position(model, BYTES, documents, **how | {"short_context": 40})
     assert {(row["ratio_low"], row["ratio_high"]) for row in same} == {(1.0, 1.0)}
