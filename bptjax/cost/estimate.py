@@ -44,11 +44,13 @@ NEVER_SAVED = {"down", "gates"}
 ATTENTION = 3.5
 # FLOPs of a linear layer relative to its forward pass: trained, and frozen under an adapter.
 TRAINED, FROZEN = 3.0, 2.25
-# Bytes moved per byte of saved activations that are split between device and host.
-SPLIT = 8
-# Share of a transfer to host memory that computation does not hide, at 8,192 tokens: the profile
-# in int8_update_h200.jsonl. Longer sequences hide more.
-EXPOSED = 0.45
+# Bytes moved per byte of saved activations that are split between device and host, if the copies
+# ran at the full bandwidth. XLA's concatenations are slower. A compromise: steps of QLoRA on an
+# H200 took the time of about 30, full fine-tuning of 5 to 25.
+SPLIT = 20
+# Share of a transfer to host memory that computation does not hide, by the tokens of a sequence:
+# the profile in int8_update_h200.jsonl, and steps with offload 1 in adapter_products_h200.jsonl.
+EXPOSED = {8192: 0.45, 32_768: 0.35}
 # Time of a step for optimizer states in host memory, relative to their transfer in one direction,
 # from the int8 states of in_backward_h200.jsonl.
 EXPOSED_STATES = 0.75
@@ -125,6 +127,7 @@ class Estimator:
                 pairs += count * (T * T if window == T else (2 * T - window) * window)
             else:
                 pairs += count * float(pattern.keys(np.arange(T), T).sum())
+        self.exposed = float(np.interp(T, [*EXPOSED], [*EXPOSED.values()]))
         batch = self.tokens / train.seq_len
         # FLOPs of attention's forward pass, over all layers.
         self.attention = 4.0 * batch * pairs * self.model.num_heads * self.model.H / self.tp
@@ -232,7 +235,7 @@ class Estimator:
         seconds += traffic / rates.bandwidth
         # One transfer runs during the forward pass, another during the backward pass.
         transfer = moved / rates.link
-        seconds += 2 * EXPOSED * transfer + 2 * max(0.0, transfer - seconds / 4)
+        seconds += 2 * self.exposed * transfer + 2 * max(0.0, transfer - seconds / 4)
         seconds *= self.micro_batches
         seconds += 2 * (self.trained + self.held) / rates.bandwidth
         seconds += EXPOSED_STATES * self.states_on_host / rates.link

@@ -19,6 +19,9 @@ from bptjax.training.spec import TrainSpec
 MOST_COMPILED, MOST_FAILED = 3, 8
 # Compile another setting only if its estimated time is below this share of the best setting's.
 WORTHWHILE = 0.993
+# If settings with offload fit, compile them also without, unless their estimate exceeds the memory
+# by more than this share: estimates that a compiled step has corrected err by as much.
+NEARLY_FITS = 0.01
 FFN_CHUNKS = 32768, 16384, 8192, 4096, 2048, 1024
 CE_CHUNKS = 8192, 2048, 512
 GROUPS = 2, 4, 8
@@ -127,6 +130,8 @@ def _options(
     options = [x for x in options if x.execution not in tried]
     fitting = sorted((x for x in options if x.peak <= memory.device), key=lambda x: x.seconds)
     if best is not None:
+        plain, most = replace(best, offload=0.0), (1 + NEARLY_FITS) * memory.device
+        fitting += [x for x in options if x.execution == plain and memory.device < x.peak <= most]
         limit = WORTHWHILE * estimator(best).seconds
         fitting = [x for x in fitting if x.seconds < limit]
     elif not fitting and options:
@@ -162,7 +167,7 @@ def _settings(
     spec: TrainSpec, estimator: Estimator, memory: MemoryLimit, scales: dict[bool, float]
 ) -> Iterator[Execution]:
     """Yields the settings that agree with the keys that are set; if saved activations exceed the
-    memory, also with the least offload that fits."""
+    memory, also with the least offload that fits and with all offloaded."""
     group, T = spec.config.execution, estimator.sequence
     if group.schedule == "fused":
         # Algorithm 1 has no other settings.
@@ -181,8 +186,7 @@ def _settings(
                 plain = group.complete(**values, head_groups=count)
                 yield plain
                 if group.offload is None and plain.remat != "none":
-                    share = _least_offload(estimator, plain, memory, scales)
-                    if share:
+                    for share in _offloads(estimator, plain, memory, scales):
                         yield replace(plain, offload=share)
 
 
@@ -227,16 +231,18 @@ def _policies(
             yield f"nested_full({size})", ()
 
 
-def _least_offload(
+def _offloads(
     estimator: Estimator, plain: Execution, memory: MemoryLimit, scales: dict[bool, float]
-) -> float | None:
-    """Returns the smallest execution.offload, in steps of 0.05, with which the settings fit, or
-    else the largest that host memory allows. None if they fit without offload."""
+) -> list[float]:
+    """Returns values of execution.offload for settings that do not fit without: the smallest, in
+    steps of 0.05, with which they fit, or else the largest that host memory allows; and 1 if host
+    memory allows it, which moves more but copies less."""
     estimate = estimator(plain)
     over = _peak(estimator, plain, estimate, scales) - memory.device
     if over <= 0:
-        return None
+        return []
     largest = estimator(replace(plain, offload=1.0))
     less = estimate.saved - largest.saved
-    steps = min(-(-20 * over // less), 20, 20 * memory.host // largest.host)
-    return steps / 20 if steps >= 1 else None
+    most = min(20, 20 * memory.host // largest.host)
+    steps = min(-(-20 * over // less), most)
+    return sorted({steps / 20, float(most // 20)} - {0.0})

@@ -229,6 +229,41 @@ def test_the_least_offload_fits(layers):
         assert all(peak(x) <= device for x in found if 0 < x.offload < 1)
 
 
+@pytest.mark.parametrize("fits", [True, False])
+def test_settings_with_little_offload_are_also_compiled_without(fits):
+    """Splitting activations takes memory, and the estimate may be too high."""
+    keys = dict(remat="full", save=(), ffn_chunk=1024, ce_chunk=512, head_groups=1)
+    spec = make_spec(execution=ExecutionConfig(**keys))
+    plain = spec.execution
+    needed = Memory(spec, MemoryLimit(0, 0), 1.0).peak(plain)
+    limit = MemoryLimit(int(0.995 * needed), 32 * GIB)
+    memory = Memory(spec, limit, 1.0)
+    estimated = memory.peak
+    memory.peak = lambda execution: (
+        limit.device if fits and execution == plain else estimated(execution)
+    )
+    choice = choose(spec, limit, memory)
+    assert choice.plan.fits and [x.offload for x in memory.compiled] == [0.1, 0.0]
+    assert choice.execution.offload == (0.0 if fits else 0.1)
+
+
+def test_all_is_offloaded_instead_of_most():
+    """Splitting activations between device and host takes more copies."""
+    keys = dict(remat="save_attention", save=(), ffn_chunk=4096, ce_chunk=512, head_groups=1)
+    spec = make_spec(32_768, execution=ExecutionConfig(**keys))
+    all_offloaded = replace(spec.execution, offload=1.0)
+    host = Estimator(spec)(all_offloaded).host
+    peak = Memory(spec, MemoryLimit(0, 0), 1.0).peak
+    most, least = peak(spec.execution), peak(all_offloaded)
+
+    def chosen(share: float, host: int) -> float:
+        limit = MemoryLimit(int(most - share * (most - least)), host)
+        return choose(spec, limit, Memory(spec, limit, 1.0)).execution.offload
+
+    assert chosen(0.78, host) == 1.0
+    assert (chosen(0.78, host - 1), chosen(0.28, host)) == (0.8, 0.3)
+
+
 def test_settings_of_a_resumed_run_are_kept_if_they_fit():
     spec, limit = make_spec(), MemoryLimit(40 * GIB, 0)
     first = ExecutionConfig(remat="full", ffn_chunk=1024).complete()
