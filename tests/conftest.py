@@ -138,7 +138,7 @@ def few_programs(programs):
 
 # Few tests that take long, many of them waiting. Other files come by their number of tests.
 LONG = "test_hosts.py", "test_extension.py", "test_gemma4.py", "test_images.py"
-# Waits too, but not at the same time, as the processors would be idle.
+# Waits too. If it ran beside another file that waits, the processors would be idle.
 LATER = "test_members.py"
 
 

@@ -45,8 +45,8 @@ ATTENTION = 3.5
 # FLOPs of a linear layer relative to its forward pass: trained, and frozen under an adapter.
 TRAINED, FROZEN = 3.0, 2.25
 # Bytes moved per byte of saved activations that are split between device and host, if the copies
-# ran at the full bandwidth. XLA's concatenations are slower. A compromise: steps of QLoRA on an
-# H200 took the time of about 30, full fine-tuning of 5 to 25.
+# ran at the full bandwidth; XLA's concatenations are slower. Steps on an H200 imply about 30 for
+# QLoRA and 5 to 25 for full fine-tuning.
 SPLIT = 20
 # Share of a transfer to host memory that computation does not hide, by the tokens of a sequence:
 # the profile in int8_update_h200.jsonl, and steps with offload 1 in adapter_products_h200.jsonl.

@@ -22,12 +22,11 @@ from bptjax.models.head_groups import GroupContext, HeadGroups, check_head_group
 from bptjax.models.layer_backward import Inputs, LayerRunner, Stack, Use
 from bptjax.models.layer_kinds import FULL, PROJECTIONS, LayerKind
 from bptjax.models.layers import DropoutKeys, Layer, TokenContext, adapter_dropout
-from bptjax.models.linear import AdapterDropout
+from bptjax.models.mixer import heads_of_trees
 from bptjax.models.norm import Norm
 from bptjax.models.params import expert_placement, param_path
 from bptjax.ops.blockwise import blockwise, blockwise_transformer
 from bptjax.ops.checkpoint_names import checkpoint_named
-from bptjax.ops.documents import chains
 from bptjax.ops.mask import Mask
 from bptjax.ops.position import BY_LENGTH, alibi_slopes, document_lengths
 from bptjax.ops.stacked import close_slots, read_entry, split_gradient
@@ -561,7 +560,7 @@ def _mix(
             if ends is None:
                 return layer.mixer.heads(x, order=order, **options)[0], None
             heads = partial(layer.mixer.heads, offload=execution.offload)
-            return _of_branches(heads, x, ends, seeds, order), None
+            return heads_of_trees(heads, x, ends, seeds, order), None
         index = _number(config, config.layers_of(kind), index)
         # All tokens of a prompt have segment 1.
         previous = (cache.length > cache.start).astype(jnp.int32)
@@ -569,37 +568,6 @@ def _mix(
             x, carried=cache.carried(kind, index), previous=previous, **options
         )
         return out, cache.carry(kind, index, carried)
-
-
-def _of_branches(
-    heads: Callable[..., tuple[Float[Array, "B T *heads"], Any]],
-    x: Float[Array, "B T D"],
-    ends: Int[Array, "B T"],
-    seeds: AdapterDropout | None,
-    order: Int[np.ndarray, "T"] | None,
-) -> Float[Array, "B T *heads"]:
-    """Runs `heads` of an attention-free layer once for each of two branches of a tree, and so twice
-    on what they share. Sequences that have a tree with more branches become NaN."""
-    at = np.arange(x.shape[1]) if order is None else np.argsort(order)
-    split = chains(ends[:, at])
-
-    def run(at, segments):
-        """Runs `heads` on the tokens at these indices `[B or 1, T]`."""
-        own = None if seeds is None else seeds._replace(ids=_pick(seeds.ids, at))
-        return heads(_pick(x, at), segments=segments, seeds=own)[0]
-
-    out = run(at[None], split.segments)
-    other = run(jnp.asarray(at)[split.order], split.moved)
-    other = _pick(other, jnp.argsort(split.order, axis=1))
-    one = (1,) * (out.ndim - 2)
-    out = jnp.where(split.second.reshape(*split.second.shape, *one), other, out)
-    out = jnp.where(split.more.reshape(-1, 1, *one), jnp.asarray(jnp.nan, out.dtype), out)
-    return out if order is None else out[:, order]
-
-
-def _pick(x: Array, at: Array | np.ndarray) -> Array:
-    """Returns the tokens of `x` `[B, T, ...]` at indices `[B or 1, T]`."""
-    return jnp.take_along_axis(x, jnp.asarray(at).reshape(*at.shape, *(1,) * (x.ndim - 2)), 1)
 
 
 def _split(

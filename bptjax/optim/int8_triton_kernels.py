@@ -7,7 +7,7 @@ elements.
 import triton
 import triton.language as tl
 
-# What the values of codes are multiples of.
+# Factor of the codebooks' values: `_value` returns multiples of it.
 UNIT = tl.constexpr(0.5e-7)
 
 
@@ -31,8 +31,8 @@ def adamw_kernel(
     """Updates C.rows blocks of one entry of a parameter and its two slots.
 
     numbers: factor on the gradient, learning rate, weight decay, and the bias corrections of both
-    moments. words: key of the rounding (two), whether to update, the entry, and its
-    number of blocks.
+    moments. words: key of the rounding (two), whether to update, the entry, and its number of
+    blocks.
     """
     if tl.load(words + 2) == 0:
         return
@@ -79,7 +79,7 @@ def adamw_kernel(
     absmax = tl.max(root, 1)
     tl.store(nu_absmax + blocks, absmax, mask=is_row)
     index = _round(root, absmax, first & 0xFFFF, root < 0, 1)
-    # Not the code of zero: see `optimizer`.
+    # Never the code of zero, for the reason in `optimizer._store`.
     tl.store(nu + elements, tl.maximum(index - 1, 1).to(tl.uint8), mask=inside)
 
 
@@ -110,9 +110,9 @@ def _line(x, decade: tl.constexpr, first: tl.constexpr):
 
 @triton.jit
 def _value(index, first: tl.constexpr):
-    """Returns the values of `quantize.DynamicCodebook` at these indices from its origin, without a
-    sign, as multiples of UNIT. A decade of n = 2ᵉ indices has a line with the factor 5ᵉ / 10ᶠ, f =
-    `first`."""
+    """Returns magnitudes of `quantize.DynamicCodebook` as multiples of UNIT. Indices count from the
+    codebook's origin. The line of the decade with n = 2ᵉ indices has the factor 5ᵉ / 10ᶠ, where f
+    is `first`."""
     bits = index.to(tl.int32, bitcast=True)
     n = (bits & 0x7F800000).to(tl.float32, bitcast=True)
     factor = tl.exp2(((bits >> 23) - 127).to(tl.float32) * 2.321928094887362)
@@ -124,6 +124,7 @@ def _value(index, first: tl.constexpr):
 
 @triton.jit
 def _mix(x):
+    """Murmur3's finalizer, as in `quantize.random_bits`."""
     x = (x ^ (x >> 16)) * 0x85EBCA6B
     x = (x ^ (x >> 13)) * 0xC2B2AE35
     return x ^ (x >> 16)

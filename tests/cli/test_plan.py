@@ -236,8 +236,8 @@ def compiled_text(of="h100", **groups):
 @pytest.mark.thorough
 @needs_compiler
 def test_int8_codes_have_a_kernel_of_their_own():
-    """Where XLA compiles the update, as of embeddings on a mesh. A kernel that reduces the maxima
-    of one slot and writes codes of another takes several times as long as two."""
+    """XLA compiles the update of embeddings on a mesh, for example. One kernel that reduces the
+    maxima of one slot and writes codes of another takes several times as long as two kernels."""
     text = compiled_text("h100:2", optimizer=OptimizerConfig(state_dtype="int8"))
     reductions = re.findall(r"= (.*) fusion\(.*kind=kInput", text)
     assert any("f32" in written for written in reductions)

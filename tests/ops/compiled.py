@@ -78,7 +78,7 @@ def call(of, module, name, inputs, shapes, grid, warps, stages, constants, alias
         {(i,): [["tt.divisibility", 16]] for i in range(len(types))},
     )
     options = dict(num_warps=warps, num_stages=stages)
-    # What runs on a GPU runs on later ones of the same major version.
+    # Machine code for a GPU also runs on newer GPUs of the same major version.
     key = of[0], name, repr((signature, constants, options))
     if key not in SHARED:
         target = GPUTarget("cuda", 10 * of[0] + of[1], 32)

@@ -73,7 +73,7 @@ def test_the_first_save_is_as_fast_as_the_next(tmp_path):
 
 
 @pytest.mark.gpu
-# The compiler of FlashAttention-4 warns of its own deprecated names.
+# FlashAttention-4's compiler warns about deprecated names in its own code.
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_run_with_states_in_host_memory_is_resumed(tmp_path):
     """Restored states can be overwritten by a step."""

@@ -361,7 +361,7 @@ def test_the_step_of_an_absent_gpu(adapter):
 
 
 @pytest.mark.gpu
-# The compiler of FlashAttention-4 warns of its own deprecated names.
+# FlashAttention-4's compiler warns about deprecated names in its own code.
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("adapter", [{}, QLORA], ids=["none", "qlora"])
 def test_remat_policies_on_a_gpu(adapter):
