@@ -64,6 +64,7 @@ VARIANTS: dict[str, list[str]] = {
     "linear": scaled("linear"),
     "few_steps": ["--train.max_steps=10"],
     "fewer_steps": ["--train.max_steps=50"],
+    "more_steps": ["--train.max_steps=763"],  # 100 million tokens, at 131,072 a step.
     "low_rate": ["--optimizer.learning_rate=3e-5"],
     "concat": ["--data.packing=concat"],
     "lora": LORA,

@@ -15,7 +15,7 @@ from bptjax.models.layer_backward import Use
 from bptjax.models.params import is_variable, param_path
 from bptjax.models.stack import run_with_backward
 from bptjax.ops.quantize import fold_in, rounding_key
-from bptjax.ops.stacked import get_entry, put_entry
+from bptjax.ops.stacked import HostStack, get_entry, put_entry
 from bptjax.optim.optimizer import OptState, Update, clip_factor, sum_of_squares
 from bptjax.parallel.sliced_update import update_in_slices
 from bptjax.training.spec import TrainSpec
@@ -64,7 +64,8 @@ class _Loop(NamedTuple):
 
     Attributes:
       parameters: the trained arrays of the layers.
-      slots: optimizer state of each, by slot; or the array that collects the gradients of each.
+      slots: optimizer state of each, by slot, or as a `HostStack`; or the array that collects the
+        gradients of each.
       squares: sum of the squares of the gradients so far.
     """
 
@@ -229,19 +230,21 @@ def step_in_backward(
         for i, g in gradients.items():
             # Not of the total, so that states move while other gradients are computed.
             when = finite & jnp.isfinite(squares[i])
-            p, index = variables[i].replace(current[i]), indices.get(i)
+            p, held, index = variables[i].replace(current[i]), slots[i], indices.get(i)
             if index is None or in_place:
                 p = p if index is not None else constrain(spec, p, sharded=True)
-                p, own = step(i, p, g, slots[i], when=when, index=index)
-            else:
-                # Each device updates its shard of the entry; then all get the entry. XLA copies
-                # slots from host memory and back while it computes.
-                stacked = p, slots[i]
-                entry = constrain(spec, get_entry(stacked, index), sharded=True)
-                key = fold_in(step.key, index)
-                p, own = replace(step, key=key)(i, entry[0], g, entry[1], when=when)
-                p, own = put_entry(stacked, (p, entry[1] | own), index)
-            new[i] = p.get_value(), slots[i] | own
+                p, own = step(i, p, g, held, when=when, index=index)
+                new[i] = p.get_value(), held | own
+                continue
+            # Each device updates its shard of the entry; then all get the entry.
+            on_host = isinstance(held, HostStack)
+            entry = get_entry(p, index), held.next if on_host else get_entry(held, index)
+            entry = constrain(spec, entry, sharded=True)
+            key = fold_in(step.key, index)
+            new_p, own = replace(step, key=key)(i, entry[0], g, entry[1], when=when)
+            own = entry[1] | own
+            own = held.put(own, index) if on_host else put_entry(held, own, index)
+            new[i] = put_entry(p, new_p, index).get_value(), own
         return new, total
 
     def use(loop, gradients, indices):
@@ -259,11 +262,16 @@ def step_in_backward(
     new, squares = updated({i: passes.of_end[i] for i in after}, dict(enumerate(values)), slots, {})
     # Otherwise XLA may keep the gradient of the head until after the layers.
     d_x, new, squares = jax.lax.optimization_barrier((passes.d_x, new, squares))
-    loop = _Loop([values[i] for i in of_layers], [slots[i] for i in of_layers], squares)
+    held = [
+        slots[i] if config.state_memory_kind == "device" else HostStack.open(slots[i])
+        for i in of_layers
+    ]
+    loop = _Loop([values[i] for i in of_layers], held, squares)
     of_top, loop = passes.backward(d_x, loop, Use(lambda loop: loop.parameters, use))
+    held = [x.close() if isinstance(x, HostStack) else x for x in loop.slots]
     rest = {i: g for i, g in of_top.items() if i not in after}
     more, squares = updated(rest, dict(enumerate(values)), slots, {})
-    new |= more | dict(zip(of_layers, zip(loop.parameters, loop.slots, strict=True), strict=True))
+    new |= more | dict(zip(of_layers, zip(loop.parameters, held, strict=True), strict=True))
     trained = structure.unflatten([v.replace(new[i][0]) for i, v in enumerate(variables)])
     slots = {
         name: structure.unflatten([new[i][1][name] for i in range(len(variables))])
