@@ -68,7 +68,7 @@ class HostStack(NamedTuple):
 
     Attributes:
       arrays: the arrays; `previous` is not in them yet.
-      next: entry to replace next, on the device.
+      next: entry to replace next, on the device; None if nobody reads the old entries.
       previous: entry replaced last, on the device.
     """
 
@@ -77,17 +77,22 @@ class HostStack(NamedTuple):
     previous: PyTree
 
     @classmethod
-    def open(cls, arrays: PyTree) -> "HostStack":
-        """Begins with the last entry."""
+    def open(cls, arrays: PyTree, read: bool = True) -> "HostStack":
+        """Begins with the last entry.
+
+        Args:
+          read: whether old entries are read before they are replaced.
+        """
         last = get_entry(arrays, jnp.int32(_length(arrays) - 1))
-        return cls(arrays, last, last)
+        return cls(arrays, last if read else None, last)
 
     def put(self, entry: PyTree, index: Array) -> "HostStack":
         """Replaces `next`, whose index this is."""
         after = jnp.minimum(index + 1, _length(self.arrays) - 1)
         # In this order. Reading first from the old arrays would make XLA copy all of them.
         arrays = put_entry(self.arrays, self.previous, after)
-        return HostStack(arrays, get_entry(arrays, jnp.maximum(index - 1, 0)), entry)
+        following = None if self.next is None else get_entry(arrays, jnp.maximum(index - 1, 0))
+        return HostStack(arrays, following, entry)
 
     def close(self) -> PyTree:
         """Returns the arrays after the first entry was replaced."""

@@ -17,7 +17,6 @@ from bptjax.models.stack import run_with_backward
 from bptjax.ops.quantize import fold_in, rounding_key
 from bptjax.ops.stacked import HostStack, get_entry, put_entry
 from bptjax.optim.optimizer import OptState, Update, clip_factor, sum_of_squares
-from bptjax.parallel.sliced_update import update_in_slices
 from bptjax.training.spec import TrainSpec
 from bptjax.training.state import constrain
 
@@ -301,24 +300,19 @@ def gradients_in_host_memory(given: StepInputs, buffers: Any) -> tuple[Any, Any,
         found = parameters.as_variables({i: g for i, g, _ in each})
         found = constrain(spec, found, sharded=True)
         for i, _, index in each:
-            kept[i] = update_in_slices(
-                lambda old, new, key: new.astype(old.dtype),
-                kept[i],
-                found[i].get_value(),
-                jnp.zeros(2, jnp.uint32),
-                axes=found[i].axes,
-                when=jnp.array(True),
-                index=index,
-            )
+            like = kept[i].previous
+            kept[i] = kept[i].put(found[i].get_value().astype(like.dtype), index)
         squares = loop.squares + sum_of_squares(found, scale)
         return _Loop(loop.parameters, [*kept.values()], squares)
 
     values = [parameters.values[i] for i in of_layers]
-    loop = _Loop(values, jax.tree.leaves(buffers), jnp.zeros(()))
+    kept = [HostStack.open(x, read=False) for x in jax.tree.leaves(buffers)]
+    loop = _Loop(values, kept, jnp.zeros(()))
     of_top, loop = passes.backward(passes.d_x, loop, Use(lambda loop: loop.parameters, use))
     of_top = constrain(spec, parameters.as_variables(of_top), sharded=True)
     norm = jnp.sqrt(loop.squares + sum_of_squares(of_top, scale))
-    gradients = of_top | parameters.as_variables(dict(zip(of_layers, loop.slots, strict=True)))
+    kept = [x.close() for x in loop.slots]
+    gradients = of_top | parameters.as_variables(dict(zip(of_layers, kept, strict=True)))
     gradients = [gradients[i] for i in range(len(parameters.variables))]
     return passes.sums, parameters.structure.unflatten(gradients), norm
 
