@@ -42,20 +42,21 @@ class Constants:
     epsilon: float
 
 
-def usable(old: tuple[nnx.Variable, dict[str, Any]], g: nnx.Variable) -> bool:
-    """Returns whether `step` can update this parameter, or these slices of it."""
-    p, slots = old
-    spaces = {jax.typeof(x).memory_space for x in jax.tree.leaves((old, g))}
-    return (
-        platform() == "gpu"
-        and all(isinstance(slot, dict) for slot in slots.values())
-        and p.dtype in (jnp.float32, jnp.bfloat16)
-        and p.shape[-1] % _block(p) == 0
-        and _block(p) in BLOCKS
-        and spaces == {jax.memory.Space.Device}
-        and not compiler_shards_arrays()
-        and unusable() is None
-    )
+def unsupported(old: tuple[nnx.Variable, dict[str, Any]], g: nnx.Variable) -> str | None:
+    """Returns why `step` cannot update this parameter with states in int8, or these slices of it,
+    or None if it can."""
+    p, block = old[0], _block(old[0])
+    if platform() != "gpu":
+        return "needs an NVIDIA GPU"
+    if compiler_shards_arrays():
+        return "runs on one device, and the mesh has more"
+    if p.dtype not in (jnp.float32, jnp.bfloat16):
+        return f"takes parameters in float32 or bfloat16, not {p.dtype}"
+    if block not in BLOCKS or p.shape[-1] % block:
+        return f"takes last axes of whole blocks, not {p.shape[-1]}"
+    if {jax.typeof(x).memory_space for x in jax.tree.leaves((old, g))} != {jax.memory.Space.Device}:
+        return "takes arrays in device memory"
+    return unusable()
 
 
 def step(

@@ -14,6 +14,7 @@ from jax import Array
 from jax.typing import ArrayLike
 from jaxtyping import UInt32
 
+from bptjax.ops.choices import record
 from bptjax.ops.quantize import (
     BLOCK,
     DynamicCodebook,
@@ -362,7 +363,7 @@ class Update:
         decay = config.known("weight_decay") * is_decayed(p)
         given = self.scale, self.rate, decay, self.count
         old = p, {name: slots[name] for name in rule.slots}
-        if isinstance(rule, AdamW) and int8_triton.usable(old, g):
+        if _kernel(rule, old, g) == "triton" and isinstance(rule, AdamW):
             # With the bits of a single slice.
             key, entry = fold_in(key, 0), 0 if index is None else index
             return int8_triton.step(rule, *given, old, g, key, when, entry)
@@ -385,7 +386,7 @@ class Update:
 
 def _step(rule, scale, rate, decay, count, old, g, key):
     """Returns (parameter, slots) after a step with gradient `g`; all may be slices."""
-    if isinstance(rule, AdamW) and int8_triton.usable(old, g):
+    if _kernel(rule, old, g, last=True) == "triton" and isinstance(rule, AdamW):
         return int8_triton.step(rule, scale, rate, decay, count, old, g, key)
     p, slots = old
     g = g.get_value().astype(jnp.float32) * scale
@@ -409,6 +410,22 @@ def _step(rule, scale, rate, decay, count, old, g, key):
         for (name, squared), noise in zip(rule.slots.items(), noises, strict=False)
     }
     return _store(x, p, second.astype(jnp.uint16)), slots
+
+
+def _kernel(rule: UpdateRule, old: Any, g: nnx.Variable, last: bool = False) -> str:
+    """Returns the implementation that updates a parameter, or slices of it. An open
+    `record_choices` records it for states in int8.
+
+    Args:
+      last: whether no smaller slices follow, which another implementation might update.
+    """
+    if not any(isinstance(slot, dict) for slot in old[1].values()):
+        return "xla"
+    reason = "is of adamw" if not isinstance(rule, AdamW) else int8_triton.unsupported(old, g)
+    name = "xla" if reason else "triton"
+    if last or name == "triton":
+        record("update of int8 states", name, {"triton": reason} if reason else {})
+    return name
 
 
 def _load(stored: Any, squared: bool = False) -> Array:

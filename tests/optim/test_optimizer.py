@@ -14,6 +14,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 from tiers import fast
 
+from bptjax.ops.choices import record_choices
 from bptjax.optim.optimizer import OptimizerConfig, _load, apply_gradients, init_opt_state
 from bptjax.parallel.mesh import ParallelConfig, make_mesh, sharding
 from bptjax.parallel.sliced_update import SLICE_ELEMENTS
@@ -355,6 +356,17 @@ def test_moments_stay_in_host_memory_on_a_gpu(optimizer, kind):
         np.testing.assert_allclose(*both, rtol=ulp, atol=code)
 
 
+def test_the_implementation_of_int8_updates_is_recorded():
+    model = Model(jax.random.key(0))
+    for kind, lines in (
+        ("int8", [["update of int8 states: xla", "  not triton: needs an NVIDIA GPU"]]),
+        ("bfloat16", []),
+    ):
+        with record_choices() as choices:
+            run(replace(CONFIG, state_dtype=kind), model, 1)
+        assert [choice.lines() for choice in choices] == lines
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_int8_states_by_triton_and_by_xla_agree(dtype, monkeypatch):
@@ -364,7 +376,7 @@ def test_int8_states_by_triton_and_by_xla_agree(dtype, monkeypatch):
         model = Model(jax.random.key(0), D=D, F=F, dtype=dtype)
         got = run(config, model)
         with monkeypatch.context() as patch:
-            patch.setattr("bptjax.optim.int8_triton.usable", lambda *_: False)
+            patch.setattr("bptjax.optim.int8_triton.unsupported", lambda *_: "test")
             wanted = run(config, model)
         for x, y in zip(*map(jax.tree.leaves, (got, wanted)), strict=True):
             difference = np.abs(np.asarray(x, np.float64) - np.asarray(y, np.float64))
