@@ -113,7 +113,7 @@ def on_one_device(name, sampling):
             ("strided", 1, 2, GREEDY),
             ("markers", 2, 2, GREEDY),
         ],
-        lambda name, tp, sp, _: tp == sp == 2 and name == "windows, sinks, experts",
+        lambda name, tp, sp, _: tp == sp == 2 and name == "two key heads",
     ),
 )
 def test_tokens_are_those_of_one_device(name, tp, sp, sampling):
