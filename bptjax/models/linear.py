@@ -8,7 +8,13 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 from jax.typing import DTypeLike
-from jaxtyping import Int, UInt32
+from jaxtyping import Float, Int, UInt32
+
+from bptjax.ops.target import platform
+from bptjax.ops.triton_call import compiler_shards_arrays
+
+# Most inputs that a block of threads sums in the product of one row.
+SUMMED = 64
 
 
 def new_param(
@@ -47,9 +53,24 @@ class AdapterDropout(NamedTuple):
 def apply_kernel(kernel: Any, x: Array, in_ndim: int, seeds: AdapterDropout | None = None) -> Array:
     """Computes x · kernel over the last `in_ndim` axes of x, in x's dtype. Kernels that are not
     plain parameters, such as those with an adapter, compute the product themselves."""
-    if isinstance(kernel, nnx.Variable):
-        return jnp.tensordot(x, kernel[...].astype(x.dtype), axes=in_ndim)
-    return kernel(x, in_ndim, seeds)
+    if not isinstance(kernel, nnx.Variable):
+        return kernel(x, in_ndim, seeds)
+    w = kernel[...].astype(x.dtype)
+    if math.prod(x.shape[:-in_ndim]) == 1 and platform() == "gpu" and not compiler_shards_arrays():
+        y = _product_of_one_row(x.reshape(-1), w.reshape(x.size, -1))
+        return y.reshape(*x.shape[:-in_ndim], *w.shape[in_ndim:])
+    return jnp.tensordot(x, w, axes=in_ndim)
+
+
+def _product_of_one_row(x: Float[Array, "I"], w: Float[Array, "I O"]) -> Float[Array, "O"]:
+    """Computes x · w as a sum, which XLA fuses with reading a layer's weights from the stack of all
+    layers; it would copy them for a matrix product. Sums parts of the inputs first, because one sum
+    over all inputs takes too few blocks of threads to read the weights fast."""
+    products = x.astype(jnp.float32)[:, None] * w.astype(jnp.float32)
+    size = math.gcd(len(x), SUMMED)
+    # The barrier keeps XLA from merging both sums.
+    parts = jax.lax.optimization_barrier(products.reshape(-1, size, w.shape[1]).sum(1))
+    return parts.sum(0).astype(x.dtype)
 
 
 def dequantize(tree: Any, dtype: DTypeLike) -> Any:

@@ -250,8 +250,14 @@ def _attend_in_parts(
             of_keys = name in KEY_FIELDS
             fields[name] = rows.reshape(B * parts, -1) if of_keys else jnp.repeat(rows, parts, 0)
     part_spec = replace(spec, mask=replace(spec.mask, **fields))
-    x = QKV(jnp.repeat(q, parts, 0), read(k), read(v))
-    out, lse = (y.reshape(B, parts, *y.shape[1:]) for y in kernel.forward(x, part_spec))
+    queries = jnp.repeat(q, parts, 0)
+    if heads is None and k.dtype == q.dtype:
+        # Kernels that can read the cache of all layers need no copy of this layer's.
+        k, v = (y.reshape(-1, size // parts, *y.shape[3:]) for y in (k, v))
+        state = kernel.forward_from(QKV(queries, k, v), part_spec, index * (B * parts))
+    else:
+        state = kernel.forward(QKV(queries, read(k), read(v)), part_spec)
+    out, lse = (y.reshape(B, parts, *y.shape[1:]) for y in state)
     merged = _merge(
         AttentionState(out, lse),
         lambda y: y.max(1, keepdims=True),

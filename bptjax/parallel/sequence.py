@@ -12,7 +12,14 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Float, Int
 
 from bptjax.ops.arguments import check_sinks
-from bptjax.ops.attention import KERNELS, attend, choose, differentiable, make_spec
+from bptjax.ops.attention import (
+    KERNELS,
+    attend,
+    choose,
+    differentiable,
+    make_spec,
+    triton_flash,
+)
 from bptjax.ops.attention.contract import (
     QKV,
     AttentionSpec,
@@ -339,6 +346,16 @@ class AutoKernel:
 
     def forward(self, x: QKV, spec: AttentionSpec) -> AttentionState:
         return self._choose(x, spec).forward(x, spec)
+
+    def forward_from(self, x: QKV, spec: AttentionSpec, first: Int[Array, ""]) -> AttentionState:
+        """Attends to the sequences of `x.k` and `x.v` from `first`, as many as `x.q` has."""
+        count = x.q.shape[0]
+        own = [jax.lax.dynamic_slice_in_dim(y, first, count) for y in (x.k, x.v)]
+        part = QKV(x.q, *own)
+        kernel = self._choose(part, spec)
+        if kernel is triton_flash:
+            return triton_flash.forward(x, spec, first=first)
+        return kernel.forward(part, spec)
 
     def backward(
         self, x: QKV, state: AttentionState, dout: Float[Array, "B T N H"], spec: AttentionSpec

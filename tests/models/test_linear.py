@@ -1,4 +1,5 @@
-"""Gradients of parameters that every token adds are sums in float32, also with 16-bit tokens."""
+"""Gradients of parameters that every token adds are sums in float32, also with 16-bit tokens. A GPU
+computes the product of one row as a sum."""
 
 import jax
 import jax.numpy as jnp
@@ -6,6 +7,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from bptjax.models import linear
 from bptjax.models.config import ModelConfig
 from bptjax.models.encoder import Encoder
 from bptjax.models.experts import ExpertLinear
@@ -52,3 +54,24 @@ def test_embeddings_of_all_tokens():
     patches, first = jnp.zeros((64, T // 64, 3)), jnp.zeros((64, T // 64), jnp.int32)
     found = gradients(lambda m: m._look_up(patches, jnp.bfloat16, first), images)
     assert np.asarray(found["first"][...]).tolist() == [[T] * 8]
+
+
+@pytest.mark.parametrize("inputs, outputs", [((192,), (5, 2)), ((4, 6), (7,)), ((130,), (3,))])
+@pytest.mark.parametrize("dtype, tolerance", [(jnp.float32, 1e-6), (jnp.bfloat16, 4e-3)])
+def test_the_product_of_one_row_on_a_gpu(inputs, outputs, dtype, tolerance, monkeypatch):
+    """Into several sums of SUMMED inputs, and into sums of fewer that divide their number."""
+    key, axes = jax.random.key(0), (None,) * (len(inputs) + len(outputs))
+    layer = Linear(key, inputs, outputs, axes, **OPTIONS)
+    x = jax.random.normal(jax.random.key(1), (1, 1, *inputs)).astype(dtype)
+    kernel = np.asarray(layer.kernel[...].astype(dtype), np.float64)
+    wanted = np.tensordot(np.asarray(x, np.float64), kernel, len(inputs))
+    rows, product = [], linear._product_of_one_row
+    monkeypatch.setattr(linear, "platform", lambda: "gpu")
+    monkeypatch.setattr(linear, "_product_of_one_row", lambda *x: rows.append(x) or product(*x))
+    found = layer(x)
+    assert found.shape == wanted.shape and found.dtype == dtype and len(rows) == 1
+    np.testing.assert_allclose(
+        np.asarray(found, np.float64), wanted, atol=tolerance, rtol=tolerance
+    )
+    layer(jnp.zeros((2, 1, *inputs), dtype))
+    assert len(rows) == 1

@@ -123,10 +123,11 @@ def states(dtype, size):
 
 
 def one_query():
-    """The forward pass of a decoding step, with seven heads to a key."""
+    """The forward pass of a decoding step, with seven heads to a key, in a stack of layers."""
     q, k = jnp.zeros((2, 1, 7 * K, 128), "bfloat16"), jnp.zeros((2, T, K, 128), "bfloat16")
     mask = Mask(causal=True, positions=np.array([T - 1]), k_positions=np.arange(T))
-    triton_flash.forward(QKV(q, k, k), AttentionSpec(mask, 0.1))
+    k = jnp.concatenate([k, k])
+    triton_flash.forward(QKV(q, k, k), AttentionSpec(mask, 0.1), first=jnp.array(2))
 
 
 def attention(name, over=False):

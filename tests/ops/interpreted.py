@@ -3,7 +3,7 @@ interpreter is chosen when triton is imported.
 
     python interpreted.py CASE…   prints each one's name and its largest error against the oracle
 
-A case is one of attention, 'experts', 'over', 'delta rule' or 'int8 states'.
+A case is one of attention, 'experts', 'over', 'stack', 'delta rule' or 'int8 states'.
 """
 
 import builtins
@@ -36,6 +36,7 @@ from bptjax.ops.grouped_matmul import grouped_matmul
 from bptjax.optim import int8_triton, int8_triton_kernels
 from bptjax.optim.optimizer import OptimizerConfig, _step, init_opt_state
 from bptjax.optim.update_rules import AdamW
+from bptjax.parallel.sequence import AutoKernel
 from ops.attention_cases import CASES, oracle
 from ops.comparing import TOLERANCE, error, normal, quick
 from ops.test_delta_rule import operands, recurrence, results
@@ -162,6 +163,19 @@ def over():
     print(f"over\t{worst}", flush=True)
 
 
+def stack():
+    """Keys and values among those of other sequences."""
+    case = CASES["segments"]
+    (q, k, v, _), spec = case.operands(), case.spec()
+    triton_flash.unsupported = lambda x, spec: None
+    others = jnp.full_like(k, jnp.nan)
+    x = QKV(q, *(jnp.concatenate([others, y, others[:1]]) for y in (k, v)))
+    got = AutoKernel("triton").forward_from(x, spec, jnp.asarray(len(q)))
+    wanted = triton_flash.forward(QKV(q, k, v), spec)
+    assert np.array_equal(got.lse, wanted.lse)
+    print(f"stack\t{error(got.out, wanted.out)}", flush=True)
+
+
 def rule():
     """The gated delta rule on documents, in several groups of chunks, with the last chunk and group
     not full, and several tiles of values; and in bfloat16, relative to its tolerance. Another
@@ -227,7 +241,13 @@ def states():
     print(f"int8 states\t{worst}", flush=True)
 
 
-OTHERS = {"experts": experts, "over": over, "delta rule": rule, "int8 states": states}
+OTHERS = {
+    "experts": experts,
+    "over": over,
+    "stack": stack,
+    "delta rule": rule,
+    "int8 states": states,
+}
 
 
 def main(names):

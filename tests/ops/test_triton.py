@@ -52,8 +52,8 @@ def test_versions_of_jax_triton(installed, reason, monkeypatch):
         grouped_triton.available()
 
 
-INTERPRETED = *FEATURES, "experts", "over", "delta rule", "int8 states"
-SOME = ["everything", "sinks, window", "experts", "int8 states"]
+INTERPRETED = *FEATURES, "experts", "over", "stack", "delta rule", "int8 states"
+SOME = ["everything", "sinks, window", "experts", "stack", "int8 states"]
 
 
 @pytest.mark.parametrize(

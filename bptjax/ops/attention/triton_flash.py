@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 
 from bptjax.ops.attention.contract import QKV, AttentionSpec, AttentionState
 from bptjax.ops.attention.scores import dropout_keys
@@ -100,6 +100,7 @@ class Constants:
       BQ, BK: tokens per block of queries and of keys.
       heads: heads, or groups of heads, that a program handles one after another.
       group: query heads that share tiles in the forward pass; each key tile is read once for all.
+      stacked: the keys and values of the first sequence are not the first ones in their arrays.
       over: the first outputs hold another kernel's results, which stay where ranges are -1.
       range_batch, position_batch: 1 if all sequences share their ranges, or positions; else B.
       list_length: length of the lists of tiles; 0 if the ranges are block indices.
@@ -122,6 +123,7 @@ class Constants:
     heads: int
     group: int
     sinks: bool
+    stacked: bool
     over: bool
     range_batch: int
     position_batch: int
@@ -204,7 +206,10 @@ def _padded(head_size: int) -> int:
 
 
 def forward(
-    x: QKV, spec: AttentionSpec, done: tuple[Bool[Array, ""], AttentionState] | None = None
+    x: QKV,
+    spec: AttentionSpec,
+    done: tuple[Bool[Array, ""], AttentionState] | None = None,
+    first: Int[Array, ""] | None = None,
 ) -> AttentionState:
     """Runs Algorithm 1 of Dao 2023, arXiv 2307.08691, with the kernel's block sizes, not the
     chunks.
@@ -213,8 +218,10 @@ def forward(
       done: a condition and another kernel's results, undefined in padding. If the condition holds,
         the results stay, and padding gets an output of 0 and an lse of -inf; otherwise they are
         overwritten. Unlike a branch, this does not wait for the condition.
+      first: `x.k` and `x.v` have more sequences than `x.q`, and this is the index of the first one
+        to read. A slice of them would be copied.
     """
-    return AttentionState(*_forward(x, spec, None, *(done or (None, ()))))
+    return AttentionState(*_forward(x, spec, None, *(done or (None, ())), first))
 
 
 def forward_with_sinks(x: QKV, spec: AttentionSpec, sinks: Float[Array, "N"]) -> AttentionState:
@@ -228,11 +235,14 @@ def _forward(
     sinks: Float[Array, "N"] | None,
     keep: Bool[Array, ""] | None,
     done: tuple,
+    first: Int[Array, ""] | None = None,
 ) -> tuple[Array, ...]:
     B, T, N, _ = x.q.shape
     shapes = like(x.q), jax.ShapeDtypeStruct((B, T, N), jnp.float32)
-    more = (jnp.zeros(1) if sinks is None else sinks,)
-    return _launch("forward", x, more, spec, shapes, keep, done, sinks is not None)
+    start = jnp.zeros(1, jnp.int32) if first is None else first[None].astype(jnp.int32)
+    more = jnp.zeros(1) if sinks is None else sinks, start
+    flags = dict(sinks=sinks is not None, stacked=first is not None)
+    return _launch("forward", x, more, spec, shapes, keep, done, **flags)
 
 
 def backward(
@@ -266,10 +276,13 @@ def _launch(
     shapes: tuple,
     keep: Bool[Array, ""] | None,
     done: tuple,
+    *,
     sinks: bool = False,
+    stacked: bool = False,
 ) -> tuple[Array, ...]:
     """Runs a kernel over its grid. `more` are the operands after q, k and v, including sinks if
-    `sinks`. If `keep` is given, `done` are the initial outputs, which stay if `keep` holds."""
+    `sinks`, and the first sequence to read if `stacked`. If `keep` is given, `done` are the initial
+    outputs, which stay if `keep` holds."""
     (B, T, N, H), (_, S, K, _) = x.q.shape, x.k.shape
     mask = spec.mask.resolve(T, S)
     bq, bk, warps, stages, group = _tiles(name, x, spec)
@@ -337,6 +350,7 @@ def _launch(
         heads=heads,
         group=group,
         sinks=sinks,
+        stacked=stacked,
         over=keep is not None,
         range_batch=ranges.shape[0],
         position_batch=positions.shape[0],

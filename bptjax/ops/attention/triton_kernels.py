@@ -368,6 +368,7 @@ def forward_kernel(
     k_ptr,
     v_ptr,
     sinks_ptr,
+    first_ptr,
     ranges_ptr,
     positions_ptr,
     k_positions_ptr,
@@ -418,14 +419,17 @@ def forward_kernel(
             return
     own = _load_tokens(queries, i * tokens, token, in_bounds, C)
     keys = _mask_pointers(k_positions_ptr, k_segments_ptr, k_globals_ptr, b64, C.S, C)
+    b_k = b64
+    if C.stacked:
+        b_k += tl.load(first_ptr)
     for number in range(C.heads):
         n = first_head + number * C.group
         n_k = n // (C.N // C.K)
         q_at = (b64 * C.T * C.N + n) * C.H
         q = _load(q_ptr + q_at, heads, h, C.H, C.T * C.N, C, False)
         head = _load_head(slopes_ptr, keys_ptr, b, n, C)
-        k_base = k_ptr + (b64 * C.S * C.K + n_k) * C.H
-        v_base = v_ptr + (b64 * C.S * C.K + n_k) * C.H
+        k_base = k_ptr + (b_k * C.S * C.K + n_k) * C.H
+        v_base = v_ptr + (b_k * C.S * C.K + n_k) * C.H
         acc = tl.full([C.BQ, C.BH], 0.0, tl.float32)
         row_max = tl.full([C.BQ], float("-inf"), tl.float32)
         row_sum = tl.full([C.BQ], 0.0, tl.float32)
