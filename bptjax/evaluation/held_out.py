@@ -27,11 +27,12 @@ from bptjax.parsing.keys import replace_keys
 from bptjax.parsing.tree_parser import parse_tree
 from bptjax.run.progress import Progress
 from bptjax.run.yaml_files import RUN_CONFIG, read_yaml
+from bptjax.tasks.scores import bootstrap
 from bptjax.training.checks import check_objective
 from bptjax.training.histogram import MARGINS
 from bptjax.training.run_directory import saved_start
 from bptjax.training.spec import TrainSpec
-from bptjax.training.step import evaluator
+from bptjax.training.step import RECORDS, evaluator
 
 # Largest default of the tokens in a sequence, for a model that is not a run.
 MOST_TOKENS = 4096
@@ -72,12 +73,21 @@ class _Counted:
 
 class HeldOut:
     """The mean loss of `--data`: over the tokens in the loss, or over the pairs of preferences. Of
-    each model with the settings of its run, or the defaults."""
+    each model with the settings of its run, or the defaults.
+
+    Of several records, with the 95 % interval from `low` to `high`, by a bootstrap over records. A
+    text that packing splits over several sequences, or that is longer than a sequence, counts as
+    one record in each, so that its interval is too narrow. `difference` is the loss per token less
+    that of the last model, and has an interval over the same records; only of models that counted
+    the same tokens of each.
+    """
 
     plot = None
 
     def __init__(self, args: Namespace):
         self.of = {name: _OfModel(name, args) for name in args.model}
+        # Losses and counts of the records, of the model that is measured first.
+        self.last: np.ndarray | None = None
         lengths = (each.longest for each in self.of.values() if each.longest is not None)
         self.longest = max(lengths, default=None)
 
@@ -89,7 +99,16 @@ class HeldOut:
         self.of[name].check(tokenizer)
 
     def rows(self, name: str, model: Decoder, tokenizer: Tokenizer) -> list[dict[str, Any]]:
-        return self.of[name].rows(model, tokenizer)
+        row, records = self.of[name].row(model, tokenizer)
+        losses, counts = records
+        row |= _interval("", losses, counts)
+        if self.last is None:
+            self.last = records
+        elif "perplexity" in row and np.array_equal(counts, self.last[1]):
+            change = losses - self.last[0]
+            row |= dict(difference=float(change.sum() / counts.sum()))
+            row |= _interval("difference_", change, counts)
+        return [row]
 
     @staticmethod
     def table(rows: list[dict[str, Any]]) -> Table:
@@ -136,7 +155,8 @@ class _OfModel:
         if self.is_run:
             tokenizer.now = saved_start(self.run)
 
-    def rows(self, model: Decoder, tokenizer: Tokenizer) -> list[dict[str, Any]]:
+    def row(self, model: Decoder, tokenizer: Tokenizer) -> tuple[dict[str, Any], np.ndarray]:
+        """Returns the row, and the losses and counts of its records, [2, n]."""
         spec = self._spec(model)
         data, seq_len = spec.config.data, spec.config.train.seq_len
         objective = check_objective(model.config, spec.config)
@@ -164,8 +184,9 @@ class _OfModel:
         sources = {name: _Counted(batches) for name, batches in evaluation.sources.items()}
         total = sample.batches if sample else -(-(account.epoch(data.packing) or 0) // size)
         with Progress("held-out loss", total) as progress:
-            means = evaluator(spec)(model, sources, progress.advance)
+            means = evaluator(spec, by_record=True)(model, sources, progress.advance)
         loss, _ = means.pop("eval/loss"), means.pop(MARGINS, None)
+        of_records = means.pop(RECORDS)
         tokens = sum(batches.tokens for batches in sources.values())
         row = dict(
             data=self.args.data,
@@ -183,7 +204,7 @@ class _OfModel:
             if all(isinstance(text, str) for text in texts):
                 bytes_of_text = sum(len(utf8(str(text))) for text in texts)
                 row["bits_per_byte"] = loss * tokens / bytes_of_text / math.log(2)
-        return [row]
+        return row, of_records
 
     def _spec(self, model: Decoder) -> TrainSpec:
         """Returns the settings of a run that evaluates the model on its devices.
@@ -208,14 +229,33 @@ class _OfModel:
         return TrainSpec(config, model.config, mesh, references=self.references)
 
 
+def _interval(name: str, losses: np.ndarray, counts: np.ndarray) -> dict[str, float]:
+    """Returns the ends of the 95 % interval of the mean loss, given the sums of the losses of
+    records and their counts; of a single record, none."""
+    if len(losses) < 2:
+        return {}
+    low, high = bootstrap(losses / counts, 0, counts)
+    return {f"{name}low": low, f"{name}high": high}
+
+
+def _text(value: float, ends: Iterable[float], form: str) -> str:
+    """Returns a value with its interval below it, if there is one."""
+    interval = " to ".join(format(end, form) for end in ends)
+    return format(value, form) + (f"\n{interval}" if interval else "")
+
+
 def _lines(row: dict[str, Any]) -> dict[str, str]:
     """Returns the values of a row, by their descriptions."""
     of = row["of_records"]
     sample = f", a sample of {of:,}" if row["records"] < of else ""
     of_tokens = "perplexity" in row
-    lines = {"loss (nats per token)" if of_tokens else "loss": f"{row['loss']:.4f}"}
+    ends = [row[name] for name in ("low", "high") if name in row]
+    lines = {"loss (nats per token)" if of_tokens else "loss": _text(row["loss"], ends, ".4f")}
+    if "difference" in row:
+        ends_of = [row[f"difference_{name}"] for name in ("low", "high") if name in row]
+        lines["loss less the last model's"] = _text(row["difference"], ends_of, "+.4f")
     if of_tokens:
-        lines["perplexity"] = f"{row['perplexity']:.4g}"
+        lines["perplexity"] = _text(row["perplexity"], np.exp(ends), ".4g")
     if "bits_per_byte" in row:
         lines["bits per byte"] = f"{row['bits_per_byte']:.4f}"
     lines |= {name: f"{row[name]:.4f}" for name in row if name.startswith("eval/")}

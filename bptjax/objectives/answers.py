@@ -1,4 +1,5 @@
-"""Log-probabilities of answers, from the chunked loss: sums over the tokens with one number."""
+"""Log-probabilities of answers and losses of documents, from the chunked loss: sums over the tokens
+with one number."""
 
 from typing import NamedTuple
 
@@ -7,8 +8,9 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int
 
-from bptjax.data.examples import ANSWERS
+from bptjax.data.examples import ANSWERS, WEIGHTS
 from bptjax.objectives.cross_entropy import ForwardPass, head_inputs
+from bptjax.ops.labels import IGNORED
 from bptjax.ops.loss import linear_cross_entropy
 from bptjax.parallel.sequence import FOLDED_BATCH, fold_sequence_shards, sequence_shards
 
@@ -33,11 +35,30 @@ class Answers(NamedTuple):
 def score_answers(forward: ForwardPass) -> Answers:
     """Returns the log-probabilities of the answers in a micro-batch, numbered by its array
     `answers`, whose numbers are at most T."""
-    model = forward.model
-    vectors, labels = head_inputs(forward)
+    losses = _token_losses(forward)
     numbers = fold_sequence_shards(forward.batch[ANSWERS])
     with jax.named_scope("loss"):
-        losses = linear_cross_entropy(
+        return Answers(sum_by_number(-losses, numbers), sum_by_number(losses >= 0, numbers))
+
+
+def sum_by_document(
+    forward: ForwardPass,
+) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
+    """Returns the sum of the cross-entropy of each document of a micro-batch, by its number in
+    `segments`, and the sum of the weights of its labels, without z-loss; float32."""
+    batch = forward.batch
+    weights = jnp.where(batch["labels"] == IGNORED, 0.0, batch.get(WEIGHTS, 1.0))
+    numbers, weights = fold_sequence_shards((batch["segments"], weights))
+    losses = _token_losses(forward)
+    return sum_by_number(losses * weights, numbers), sum_by_number(weights, numbers)
+
+
+def _token_losses(forward: ForwardPass) -> Float[Array, "B t"]:
+    """Returns the cross-entropy of each label, folded as in `head_inputs`."""
+    model = forward.model
+    vectors, labels = head_inputs(forward)
+    with jax.named_scope("loss"):
+        return linear_cross_entropy(
             vectors,
             model.head_matrix,
             labels,
@@ -47,7 +68,6 @@ def score_answers(forward: ForwardPass) -> Answers:
             axes=FOLDED_BATCH,
             reduction="none",
         )
-        return Answers(sum_by_number(-losses, numbers), sum_by_number(losses >= 0, numbers))
 
 
 def sum_by_number(

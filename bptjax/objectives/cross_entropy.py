@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import jax
 from jax import Array
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 
 from bptjax.models.transformer import Transformer
 from bptjax.ops.loss import cross_entropy_and_z_loss
@@ -44,12 +44,15 @@ class Losses(NamedTuple):
       metrics: sums of other metrics, without a gradient, by the names in `Objective.sums`.
       margins: reward margin of each pair, infinite where there is none; None without pairs. For
         evaluations.
+      records: loss of each record, and whether the record exists; None if the loss is a sum over
+        tokens. For evaluations.
     """
 
     loss: Float[Array, ""]
     z_loss: Float[Array, ""]
     metrics: dict[str, Float[Array, ""]]
     margins: Float[Array, "B P"] | None = None
+    records: tuple[Float[Array, "B R"], Bool[Array, "B R"]] | None = None
 
 
 def head_inputs(forward: ForwardPass) -> tuple[Float[Array, "B T E"], Int[Array, "B T"]]:

@@ -113,7 +113,7 @@ class KTO(Referring):
                 "logps/rejected": _sum(logps, rejected),
                 "kl": kl * own[1],
             }
-            return Losses(_sum(losses, exist), jnp.zeros(()), sums)
+            return Losses(_sum(losses, exist), jnp.zeros(()), sums, records=(losses, exist))
 
     def means(self, sums: Mapping[str, Any], count: Any) -> dict[str, Any]:
         chosen = sums["chosen"]

@@ -149,7 +149,10 @@ class Preferences(AnswersObjective):
             each = (_sum(x, exist) for x in values)
             metrics = dict(zip(self.metrics, each, strict=True))
             margins = jnp.where(exist, chosen - rejected, jnp.inf)
-            return Losses(_sum(self.pair_loss(pairs), exist), jnp.zeros(()), metrics, margins)
+            losses = self.pair_loss(pairs)
+            return Losses(
+                _sum(losses, exist), jnp.zeros(()), metrics, margins, records=(losses, exist)
+            )
 
     def reference_logps(self, forward: ForwardPass) -> Float[Array, "B N"] | None:
         """Returns the reference's log-probabilities of the answers; None without a reference."""

@@ -126,11 +126,19 @@ def interval(scores: np.ndarray, seed: int) -> tuple[float, float]:
     return max(center - half, 0.0), min(center + half, 1.0)
 
 
-def bootstrap(values: np.ndarray, seed: int) -> tuple[float, float]:
-    """Returns the ends of the 95 % interval of the mean of independent values."""
-    n = len(values)
-    chosen = np.random.default_rng(seed).integers(n, size=(RESAMPLES, n))
-    low, high = np.quantile(values[chosen].mean(1), ((1 - COVERAGE) / 2, (1 + COVERAGE) / 2))
+def bootstrap(
+    values: np.ndarray, seed: int, weights: np.ndarray | None = None
+) -> tuple[float, float]:
+    """Returns the ends of the 95 % interval of the mean of independent values, each with its
+    weight, if given."""
+    rng, n = np.random.default_rng(seed), len(values)
+    means = []
+    # All resamples of many values at once would fill the memory.
+    for _ in range(RESAMPLES):
+        chosen = rng.integers(n, size=n)
+        own = None if weights is None else weights[chosen]
+        means.append(np.average(values[chosen], weights=own))
+    low, high = np.quantile(means, ((1 - COVERAGE) / 2, (1 + COVERAGE) / 2))
     return float(low), float(high)
 
 

@@ -18,7 +18,7 @@ from bptjax.data.examples import WEIGHTS
 from bptjax.models.feed_forward import Auxiliary
 from bptjax.models.feed_forwards import FEED_FORWARDS
 from bptjax.models.transformer import Transformer
-from bptjax.objectives.answers import score_answers
+from bptjax.objectives.answers import score_answers, sum_by_document
 from bptjax.objectives.cross_entropy import ForwardPass
 from bptjax.ops.target import is_absent, platform
 from bptjax.optim.optimizer import apply_gradients
@@ -44,6 +44,8 @@ from bptjax.weights.lora import join
 Batch = dict[str, Any]
 # fold_in constant for the key of stochastic rounding; larger than any micro-batch index.
 ROUNDING = 2**31
+# Key of the losses and counts of single records in the result of `evaluator`.
+RECORDS = "records"
 
 
 class AuxiliarySums(NamedTuple):
@@ -488,9 +490,7 @@ def answer_scorer(spec: TrainSpec) -> Callable[[Transformer, Batch], Array]:
     return score
 
 
-def evaluator(
-    spec: TrainSpec,
-) -> Callable[..., dict[str, Any]]:
+def evaluator(spec: TrainSpec, by_record: bool = False) -> Callable[..., dict[str, Any]]:
     """Returns a function from a model and each source's batches `[B, T]` to metrics: the mean loss
     over all sources, in nats, and the objective's metrics; with several sources, also the mean loss
     of each source with labels; for pairs, also the `histogram` of their reward margins.
@@ -498,6 +498,11 @@ def evaluator(
     The function calls its third argument after each batch but the last, with the share of the
     batch's work that is done. At most two batches are in flight, so that batches do not fill the
     device's memory. If the objective reads totals, there are two passes over all batches.
+
+    Args:
+      by_record: also return `RECORDS`, float64 `[2, n]`: the sum of the loss and the count of each
+        record with a label, in the order of the batches. A record that packing splits over several
+        sequences has an entry for each.
     """
 
     @partial(jax.jit, out_shardings=NamedSharding(spec.mesh, PartitionSpec()))
@@ -507,11 +512,18 @@ def evaluator(
         forward = _forward_pass(spec, model, batch, hidden)
         losses = spec.objective.loss(forward._replace(totals=totals and totals.objective))
         margins = jnp.zeros(0) if losses.margins is None else losses.margins
-        return losses.loss, losses.metrics, spec.objective.count(batch), margins
+        loss, records = losses.loss, losses.records
+        if by_record and records is None:
+            records = sum_by_document(forward)
+            # The logits of `losses.loss` would be computed too.
+            loss = records[0].sum()
+        return loss, losses.metrics, spec.objective.count(batch), margins, records
 
     def to_host(sums):
-        *sums, margins = jax.device_get(sums)
-        return *sums, margins[np.isfinite(margins)]
+        *sums, margins, records = jax.device_get(sums)
+        losses, counts = np.zeros((2, 0)) if records is None else records
+        records = np.stack([losses, counts]).astype(np.float64)[:, counts > 0]
+        return *sums, margins[np.isfinite(margins)], records
 
     @jax.jit
     def summands(model, batch):
@@ -537,7 +549,7 @@ def evaluator(
                 totals = jax.tree.map(lambda *x: sum(x), *each)
             function = partial(batch_sums, totals=totals)
             names, sums = results(function, to_host, model, sources, share)
-        losses, others, counts, margins = zip(*sums, strict=True)
+        losses, others, counts, margins, records = zip(*sums, strict=True)
         count = np.maximum(np.sum(counts, dtype=np.float64), 1.0)
         means: dict[str, Any] = {"eval/loss": float(np.sum(losses, dtype=np.float64) / count)}
         totals = {
@@ -549,6 +561,8 @@ def evaluator(
         means |= {f"eval/{name}": float(x) for name, x in own.items()}
         if len(margins := np.concatenate(margins)):
             means[MARGINS] = histogram(margins)
+        if by_record:
+            means[RECORDS] = np.concatenate(records, axis=1)
         for source in sources if len(sources) > 1 else ():
             own = np.array(names) == source
             loss, count = (np.sum(np.array(x)[own], dtype=np.float64) for x in (losses, counts))

@@ -18,7 +18,7 @@ from bptjax.data.config import DataConfig
 from bptjax.data.files import Location
 from bptjax.data.records import RecordReader
 from bptjax.data.rows import RowReader
-from bptjax.data.tokenizer import ByteTokenizer
+from bptjax.data.tokenizer import ByteTokenizer, CharTokenizer
 from bptjax.evaluation.held_out import HeldOut
 from bptjax.models.config import ModelConfig
 from bptjax.models.decoder import Decoder
@@ -111,6 +111,56 @@ def test_answers_alone_count_and_text_has_bits_per_byte(tmp_path, model):
     # The end of each text is predicted too.
     assert row["tokens"] == size + 2 and row["loss"] == pytest.approx(total / 13, rel=1e-4)
     assert row["bits_per_byte"] == pytest.approx(total / size / math.log(2), rel=1e-4)
+
+
+def test_the_interval_is_over_records(tmp_path, model):
+    """Also where several records share a sequence; each has the loss that it has alone."""
+    chats = [{"q": "Why?", "a": "because " * n} for n in range(1, 8)]
+    fields = "--fields={prompt: q, answer: a}"
+    task = HeldOut(arguments("--model=it", "--data", write(tmp_path / "a.jsonl", chats), fields))
+    (row,) = task.rows("it", model, BYTES)
+    alone = [
+        measured(model, "--data", write(tmp_path / "b.jsonl", [chat]), fields) for chat in chats
+    ]
+    assert not any("low" in each for each in alone)
+    losses, counts = np.array([(each["loss"], each["tokens"]) for each in alone]).T
+    assert task.last is not None
+    order = task.last[1].argsort()
+    np.testing.assert_allclose(task.last[:, order], (losses * counts, counts), rtol=1e-5)
+    found = np.random.default_rng(1).integers(7, size=(4000, 7))
+    means = (losses * counts)[found].sum(1) / counts[found].sum(1)
+    width = np.diff(np.quantile(means, (0.025, 0.975)))
+    assert row["low"] < row["loss"] < row["high"]
+    assert row["high"] - row["low"] == pytest.approx(width, rel=0.1)
+
+
+def test_a_long_text_counts_once_per_sequence(tmp_path, model):
+    row = measured(model, "--data", write(tmp_path / "a.jsonl", [{"text": "ab" * 64}]))
+    assert row["records"] == 1 and row["low"] < row["loss"] < row["high"]
+
+
+def test_differences_are_over_the_same_records(tmp_path, model):
+    """Their interval is narrower than those of the losses. Models with other tokens have none."""
+    other = Decoder(model.config, jax.random.key(0))
+    other.embedding = other.embedding.replace(other.embedding[...] * 1.02)
+    texts = [{"text": text * 3} for text in ("ab", "cd", "äöü", "xyz", "0000")]
+    flags = "--model=before", "--model=after", "--seq_len=64"
+    task = HeldOut(arguments(*flags, "--data", write(tmp_path / "a.jsonl", texts)))
+    (after,), (before,) = (
+        task.rows(name, own, BYTES) for name, own in (("after", other), ("before", model))
+    )
+    assert "difference" not in after
+    assert before["difference"] == pytest.approx(before["loss"] - after["loss"], abs=1e-6)
+    assert before["difference_low"] < before["difference"] < before["difference_high"]
+    widths = (before[f"{name}high"] - before[f"{name}low"] for name in ("difference_", ""))
+    assert next(widths) < 0.5 * next(widths)
+    rows = [dict(model=name) | row for name, row in (("before", before), ("after", after))]
+    (cells, *_) = (list(column.cells) for column in task.table(rows).columns[1:])
+    assert f"{before['loss']:.4f}\n{before['low']:.4f} to {before['high']:.4f}" == cells[0]
+    assert cells[1].startswith(f"{before['difference']:+.4f}\n{before['difference_low']:+.4f} to ")
+    assert cells[2].endswith(f" to {math.exp(before['high']):.4g}")
+    (row,) = task.rows("before", model, CharTokenizer("abcdxyz0äöü"))
+    assert "low" in row and "difference" not in row
 
 
 def test_a_table_without_a_plot(tmp_path, capsys, model, monkeypatch):

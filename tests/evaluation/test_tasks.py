@@ -20,7 +20,7 @@ from bptjax.tasks import TASKS, scores
 from bptjax.tasks.needles import KEY, hide
 from bptjax.tasks.questions import Questions, pieces
 from bptjax.tasks.sample import Sampler, any_reference, encoder, first_number, recall
-from bptjax.tasks.scores import interval
+from bptjax.tasks.scores import bootstrap, interval
 from bptjax.tasks.words import Haystack, coined_words, essay, names
 
 BYTES = ByteTokenizer()
@@ -231,6 +231,9 @@ def test_intervals():
     assert interval(np.ones(10), 0) == pytest.approx((0.7225, 1.0), abs=1e-4)
     low, high = interval(np.tile([0.25, 0.75], 50), 0)
     assert (low, high) == pytest.approx((0.45, 0.55), abs=0.01)
+    # A ratio of two means has the variance of its residuals: 1.96 · √(0.6 · 0.4 · 0.75² / 100).
+    low, high = bootstrap(np.repeat([0.0, 1.0], [60, 40]), 0, np.repeat([1.0, 1.5], [60, 40]))
+    assert (low, high) == pytest.approx((0.4, 0.6), abs=0.01)
 
 
 @pytest.fixture(scope="module")

@@ -138,6 +138,7 @@ def assert_layouts_agree(case: Case, name: str):
     means = spec.objective.means(*jax.device_get((wanted[0].metrics, wanted[2])))
     assert set(means) == set(spec.objective.metrics)
     means["loss"] = np.divide(wanted[0].loss, wanted[2])
+    sums = []
     for packing in case.packings:
         (batch,) = batches(spec, case.documents, packing, 16)
         assert (batch["segments"].max() > documents) == (packing != "none")
@@ -149,6 +150,15 @@ def assert_layouts_agree(case: Case, name: str):
         assert ("margins" in found) == (case.documents is PAIRS)
         for name_, x in means.items():
             np.testing.assert_allclose(found[f"eval/{name_}"], x, rtol=1e-5, atol=1e-6)
+        for one in (spec, on_mesh):
+            sources = {"": batches(one, case.documents, packing, 2)}
+            found = evaluator(one, by_record=True)(initial_state(one).model, sources)
+            np.testing.assert_allclose(found["eval/loss"], means["loss"], rtol=1e-5)
+            sums.append(found["records"][:, found["records"][0].argsort()])
+            assert sums[-1].shape == (2, len(case.documents))
+            np.testing.assert_allclose(sums[-1], sums[0], rtol=1e-4)
+            loss, count = sums[-1].sum(1)
+            np.testing.assert_allclose(loss / count, means["loss"], rtol=1e-5)
 
 
 def assert_shapes_agree(case: Case, name: str):
