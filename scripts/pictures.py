@@ -102,17 +102,21 @@ def draw_memory_curves(file: Path, T: int = 32_768) -> None:
     FigureCanvasAgg(figure).print_png(file)
 
 
-def draw_extension(file: Path, name: str) -> None:
+def draw_extension(file: Path, rows: list[dict], after: str) -> None:
     """Draws the perplexity by position, and the share of pass keys found by length, of a model
-    before and after its context was extended."""
-    rows, figure = read(name), Figure(figsize=(11, 4), layout="constrained")
+    before and after its context was extended. A model without perplexities has no curve of them."""
+    figure = Figure(figsize=(11, 4), layout="constrained")
     left, right = figure.subplots(1, 2)
-    for variant, label, color in (("before", "before", "0.6"), ("theta", "after", "tab:blue")):
+    for variant, label, color in (("before", "before", "0.6"), (after, "after", "tab:blue")):
         own = [r for r in rows if r["variant"] == variant]
         curve = [r for r in own if r["measure"] == "perplexity"]
         at = [(r["start"] + r["end"]) / 2 for r in curve]
-        left.plot(at, [r["perplexity"] for r in curve], "o-", color=color, label=label)
-        if variant == "theta":
+        if curve:
+            left.plot(at, [r["perplexity"] for r in curve], "o-", color=color, label=label)
+        if curve and variant == "before":
+            # Perplexities are in the thousands beyond the length before.
+            left.set_yscale("log")
+        if variant == after:
             short = f"after, last {curve[0]['short_context']:,} tokens only"
             values = [r["short_perplexity"] for r in curve]
             left.plot(at, values, "o--", color=color, alpha=0.5, label=short)
@@ -122,7 +126,7 @@ def draw_extension(file: Path, name: str) -> None:
         right.errorbar(
             lengths, scores, list(zip(*around, strict=True)), fmt="o-", color=color, label=label
         )
-    left.set(xlabel="position (tokens)", ylabel="perplexity", yscale="log")
+    left.set(xlabel="position (tokens)", ylabel="perplexity")
     left.set_title("Perplexity of held-out source code")
     right.set(
         xlabel="prompt length (tokens)", ylabel="share of pass keys found", ylim=(-0.03, 1.03)
@@ -133,6 +137,24 @@ def draw_extension(file: Path, name: str) -> None:
     for axes in (left, right):
         axes.axvline(rows[0]["trained"], color="0.8", zorder=0)
         axes.legend()
+    FigureCanvasAgg(figure).print_png(file)
+
+
+def draw_beside_peer(file: Path, name: str) -> None:
+    """Draws the held-out loss over the time of the steps at their median speed: without compilation
+    and evaluations."""
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.add_subplot()
+    for row, color in zip(read(name), ("tab:blue", "0.5"), strict=True):
+        minutes = row["sequences"] * row["T"] / row["tokens_per_second"] / 60
+        at = [minutes * int(step) for step in row["held_out"]]
+        label = f"{row['implementation']}: {row['tokens_per_second']:,} tokens/s"
+        axes.plot(at, list(row["held_out"].values()), "o-", color=color, label=label)
+    axes.set(
+        xlabel="minutes of training steps on one H200", ylabel="held-out loss (nats per token)"
+    )
+    axes.set_title("100 steps on the same packed sequences of 32,768 tokens")
+    axes.legend()
     FigureCanvasAgg(figure).print_png(file)
 
 
@@ -185,7 +207,12 @@ def draw_clipping(file: Path, name: str) -> None:
 def main() -> None:
     draw_clipping(RESULTS / "clip_losses_h200.png", "clip_losses_h200.json")
     draw_preferences(RESULTS / "preferences_h200.png", "preferences_h200.jsonl")
-    draw_extension(RESULTS / "extension_h200.png", "extension_h200.jsonl")
+    h200, h100 = read("extension_h200.jsonl"), read("extension_h100.jsonl")
+    draw_extension(RESULTS / "extension_h200.png", h200, "theta")
+    keys = [r for r in h200 if (r["variant"], r["measure"]) == ("before", "passkey")]
+    longer = [r for r in h100 if r["length_trained"] == 131_072]
+    draw_extension(RESULTS / "extension_128k_h100.png", keys + longer, "fewer_steps")
+    draw_beside_peer(RESULTS / "extension_peer_h200.png", "extension_peer_h200.json")
     draw_in_less_memory(RESULTS / "less_memory_h200.png")
     draw_memory_curves(RESULTS / "memory_speed_h200.png")
     speeds: dict[str, list[dict[str, float]]] = {}
