@@ -200,7 +200,10 @@ def main(argv: list[str] | None = None) -> None:
             if measure in asked and (variant, length, measure) not in known:
                 out = args.runs / f"{variant}_{length}_{measure}"
                 flags = [*flags, f"--device={args.device}"]
-                write(variant, measure, list(evaluate(model, flags, out)))
+                if measure == CHATS and variant != BEFORE:
+                    flags.append(f"--model={args.model}")  # For the interval of the difference.
+                found = evaluate(model, flags, out)
+                write(variant, measure, [row for row in found if row["model"] == model])
 
 
 if __name__ == "__main__":
