@@ -421,7 +421,11 @@ def _kernel(rule: UpdateRule, old: Any, g: nnx.Variable, last: bool = False) -> 
     """
     if not any(isinstance(slot, dict) for slot in old[1].values()):
         return "xla"
-    reason = "updates states of adamw only" if not isinstance(rule, AdamW) else int8_triton.unsupported(old, g)
+    reason = (
+        "updates states of adamw only"
+        if not isinstance(rule, AdamW)
+        else int8_triton.unsupported(old, g)
+    )
     name = "xla" if reason else "triton"
     if last or name == "triton":
         record("update of int8 states", name, {"triton": reason} if reason else {})
