@@ -6,7 +6,7 @@ index, and the loops pass on a gradient buffer that they write in place.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -57,50 +57,6 @@ def put_entry(stack: PyTree, entry: PyTree, index: Array) -> PyTree:
         return jax.lax.dynamic_update_index_in_dim(x, y, index, axis=0)
 
     return jax.tree.map(put, stack, entry)
-
-
-class HostStack(NamedTuple):
-    """Arrays `[L, ...]` in host memory whose entries are replaced in descending order. While the
-    device computes one new entry, the next entry arrives, and the previous one leaves.
-
-    XLA moves an entry that an iteration of a loop reads and writes while nothing else happens. An
-    entry that only later iterations read moves beside the computation.
-
-    Attributes:
-      arrays: the arrays; `previous` is not in them yet.
-      next: entry to replace next, on the device; None if nobody reads the old entries.
-      previous: entry replaced last, on the device.
-    """
-
-    arrays: PyTree
-    next: PyTree
-    previous: PyTree
-
-    @classmethod
-    def open(cls, arrays: PyTree, read: bool = True) -> "HostStack":
-        """Begins with the last entry.
-
-        Args:
-          read: whether old entries are read before they are replaced.
-        """
-        last = get_entry(arrays, jnp.int32(_length(arrays) - 1))
-        return cls(arrays, last if read else None, last)
-
-    def put(self, entry: PyTree, index: Array) -> "HostStack":
-        """Replaces `next`, whose index this is."""
-        after = jnp.minimum(index + 1, _length(self.arrays) - 1)
-        # In this order. Reading first from the old arrays would make XLA copy all of them.
-        arrays = put_entry(self.arrays, self.previous, after)
-        following = None if self.next is None else get_entry(arrays, jnp.maximum(index - 1, 0))
-        return HostStack(arrays, following, entry)
-
-    def close(self) -> PyTree:
-        """Returns the arrays after the first entry was replaced."""
-        return put_entry(self.arrays, self.previous, jnp.int32(0))
-
-
-def _length(arrays: PyTree) -> int:
-    return jax.tree.leaves(arrays)[0].shape[0]
 
 
 def move(x: Array, space: jax.memory.Space) -> Array:

@@ -15,8 +15,9 @@ from bptjax.models.layer_backward import Use
 from bptjax.models.params import is_variable, param_path
 from bptjax.models.stack import run_with_backward
 from bptjax.ops.quantize import fold_in, rounding_key
-from bptjax.ops.stacked import HostStack, get_entry, put_entry
+from bptjax.ops.stacked import get_entry, put_entry
 from bptjax.optim.optimizer import OptState, Update, clip_factor, sum_of_squares
+from bptjax.parallel.sliced_update import update_in_slices
 from bptjax.training.spec import TrainSpec
 from bptjax.training.state import constrain
 
@@ -63,8 +64,7 @@ class _Loop(NamedTuple):
 
     Attributes:
       parameters: the trained arrays of the layers.
-      slots: optimizer state of each, by slot, or as a `HostStack`; or the array that collects the
-        gradients of each.
+      slots: optimizer state of each, by slot; or the array that collects the gradients of each.
       squares: sum of the squares of the gradients so far.
     """
 
@@ -227,23 +227,21 @@ def step_in_backward(
             step = replace(update, scale=scale * clip_factor(config, jnp.sqrt(total)))
         new = {}
         for i, g in gradients.items():
-            # Not of the total, so that states move while other gradients are computed.
+            # Not of the total, so that no update waits for other gradients.
             when = finite & jnp.isfinite(squares[i])
-            p, held, index = variables[i].replace(current[i]), slots[i], indices.get(i)
+            p, index = variables[i].replace(current[i]), indices.get(i)
             if index is None or in_place:
                 p = p if index is not None else constrain(spec, p, sharded=True)
-                p, own = step(i, p, g, held, when=when, index=index)
-                new[i] = p.get_value(), held | own
-                continue
-            # Each device updates its shard of the entry; then all get the entry.
-            on_host = isinstance(held, HostStack)
-            entry = get_entry(p, index), held.next if on_host else get_entry(held, index)
-            entry = constrain(spec, entry, sharded=True)
-            key = fold_in(step.key, index)
-            new_p, own = replace(step, key=key)(i, entry[0], g, entry[1], when=when)
-            own = entry[1] | own
-            own = held.put(own, index) if on_host else put_entry(held, own, index)
-            new[i] = put_entry(p, new_p, index).get_value(), own
+                p, own = step(i, p, g, slots[i], when=when, index=index)
+            else:
+                # Each device updates its shard of the entry; then all get the entry. Slots in host
+                # memory move here. Reading them a layer ahead was slower on an H200.
+                stacked = p, slots[i]
+                entry = constrain(spec, get_entry(stacked, index), sharded=True)
+                key = fold_in(step.key, index)
+                p, own = replace(step, key=key)(i, entry[0], g, entry[1], when=when)
+                p, own = put_entry(stacked, (p, entry[1] | own), index)
+            new[i] = p.get_value(), slots[i] | own
         return new, total
 
     def use(loop, gradients, indices):
@@ -261,16 +259,11 @@ def step_in_backward(
     new, squares = updated({i: passes.of_end[i] for i in after}, dict(enumerate(values)), slots, {})
     # Otherwise XLA may keep the gradient of the head until after the layers.
     d_x, new, squares = jax.lax.optimization_barrier((passes.d_x, new, squares))
-    held = [
-        slots[i] if config.state_memory_kind == "device" else HostStack.open(slots[i])
-        for i in of_layers
-    ]
-    loop = _Loop([values[i] for i in of_layers], held, squares)
+    loop = _Loop([values[i] for i in of_layers], [slots[i] for i in of_layers], squares)
     of_top, loop = passes.backward(d_x, loop, Use(lambda loop: loop.parameters, use))
-    held = [x.close() if isinstance(x, HostStack) else x for x in loop.slots]
     rest = {i: g for i, g in of_top.items() if i not in after}
     more, squares = updated(rest, dict(enumerate(values)), slots, {})
-    new |= more | dict(zip(of_layers, zip(loop.parameters, held, strict=True), strict=True))
+    new |= more | dict(zip(of_layers, zip(loop.parameters, loop.slots, strict=True), strict=True))
     trained = structure.unflatten([v.replace(new[i][0]) for i, v in enumerate(variables)])
     slots = {
         name: structure.unflatten([new[i][1][name] for i in range(len(variables))])
@@ -300,19 +293,24 @@ def gradients_in_host_memory(given: StepInputs, buffers: Any) -> tuple[Any, Any,
         found = parameters.as_variables({i: g for i, g, _ in each})
         found = constrain(spec, found, sharded=True)
         for i, _, index in each:
-            like = kept[i].previous
-            kept[i] = kept[i].put(found[i].get_value().astype(like.dtype), index)
+            kept[i] = update_in_slices(
+                lambda old, new, key: new.astype(old.dtype),
+                kept[i],
+                found[i].get_value(),
+                jnp.zeros(2, jnp.uint32),
+                axes=found[i].axes,
+                when=jnp.array(True),
+                index=index,
+            )
         squares = loop.squares + sum_of_squares(found, scale)
         return _Loop(loop.parameters, [*kept.values()], squares)
 
     values = [parameters.values[i] for i in of_layers]
-    kept = [HostStack.open(x, read=False) for x in jax.tree.leaves(buffers)]
-    loop = _Loop(values, kept, jnp.zeros(()))
+    loop = _Loop(values, jax.tree.leaves(buffers), jnp.zeros(()))
     of_top, loop = passes.backward(passes.d_x, loop, Use(lambda loop: loop.parameters, use))
     of_top = constrain(spec, parameters.as_variables(of_top), sharded=True)
     norm = jnp.sqrt(loop.squares + sum_of_squares(of_top, scale))
-    kept = [x.close() for x in loop.slots]
-    gradients = of_top | parameters.as_variables(dict(zip(of_layers, kept, strict=True)))
+    gradients = of_top | parameters.as_variables(dict(zip(of_layers, loop.slots, strict=True)))
     gradients = [gradients[i] for i in range(len(parameters.variables))]
     return passes.sums, parameters.structure.unflatten(gradients), norm
 

@@ -400,7 +400,7 @@ def compile_step(
         # XLA may choose its own kernels over cuBLAS. They take wider operands than 8 bits, and do
         # not add into their result: the products of adapters keep three more arrays [T, D] alive.
         options["xla_gpu_enable_triton_gemm"] = False
-    if (offloaded and spec.in_backward or spec.gradients_on_host) and platform() == "gpu":
+    if offloaded and spec.in_backward and platform() == "gpu":
         # With the default of 2, most transfers to and from host memory wait for each other, and
         # the layers for them.
         options["xla_gpu_experimental_parallel_async_compute_limit"] = "64"
