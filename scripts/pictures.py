@@ -80,15 +80,18 @@ def draw_memory_curves(file: Path, T: int = 32_768) -> None:
     figure = Figure(figsize=(11, 4), layout="constrained")
     decoders = list(dict.fromkeys(r["decoder"] for r in rows))
     for axes, decoder in zip(figure.subplots(1, len(decoders)), decoders, strict=True):
-        for system in dict.fromkeys(r["system"] for r in rows):
+        for number, system in enumerate(dict.fromkeys(r["system"] for r in rows)):
             of = sorted(
                 (r for r in rows if (r["decoder"], r["system"]) == (decoder, system)),
                 key=memory_gib,
             )
+            if not of:
+                continue
             axes.plot(
                 [memory_gib(r) for r in of],
                 [speed(r) for r in of],
                 "o-" if system == "bptjax" else "s",
+                color=f"C{number}",
                 label=system,
             )
         axes.set(
@@ -102,16 +105,24 @@ def draw_memory_curves(file: Path, T: int = 32_768) -> None:
     FigureCanvasAgg(figure).print_png(file)
 
 
-def draw_extension(file: Path, rows: list[dict], after: str) -> None:
+def draw_extension(file: Path, rows: list[dict], after: str, again: str | None = None) -> None:
     """Draws the perplexity by position, and the share of pass keys found by length, of a model
-    before and after its context was extended. A model without perplexities has no curve of them."""
+    before and after its context was extended. A model without perplexities has no curve of them.
+
+    Args:
+      after: name of the extended model in the rows.
+      again: name of a model extended once more. Only its pass keys are drawn, because its
+        perplexities are of other documents.
+    """
     figure = Figure(figsize=(11, 4), layout="constrained")
     left, right = figure.subplots(1, 2)
-    for variant, label, color in (("before", "before", "0.6"), (after, "after", "tab:blue")):
+    models = [("before", "before", "0.6"), (after, "after", "tab:blue")]
+    models += [(again, "after, second run", "tab:orange")] if again else []
+    for variant, label, color in models:
         own = [r for r in rows if r["variant"] == variant]
         curve = [r for r in own if r["measure"] == "perplexity"]
         at = [(r["start"] + r["end"]) / 2 for r in curve]
-        if curve:
+        if curve and variant != again:
             left.plot(at, [r["perplexity"] for r in curve], "o-", color=color, label=label)
         if curve and variant == "before":
             # Perplexities are in the thousands beyond the length before.
@@ -208,7 +219,7 @@ def main() -> None:
     draw_clipping(RESULTS / "clip_losses_h200.png", "clip_losses_h200.json")
     draw_preferences(RESULTS / "preferences_h200.png", "preferences_h200.jsonl")
     h200, h100 = read("extension_h200.jsonl"), read("extension_h100.jsonl")
-    draw_extension(RESULTS / "extension_h200.png", h200, "theta")
+    draw_extension(RESULTS / "extension_h200.png", h200, "theta", "theta_again")
     keys = [r for r in h200 if (r["variant"], r["measure"]) == ("before", "passkey")]
     longer = [r for r in h100 if r["length_trained"] == 131_072]
     draw_extension(RESULTS / "extension_128k_h100.png", keys + longer, "fewer_steps")

@@ -24,6 +24,7 @@ WAYS = {
 MODELS = {
     ("before", 65536): "before",
     ("theta", 65536): "after",
+    ("theta_again", 65536): "after, second run",
     ("fewer_steps", 65536): "after 50 steps",
     ("fewer_steps", 131072): "after 50 steps of 131,072",
     ("low_rate_50", 65536): "after 50 steps, learning rate 3e-5",
