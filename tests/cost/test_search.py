@@ -75,6 +75,7 @@ class Memory:
         ),
         pytest.param(
             dict(model=replace(MODEL, gated=False, residual="parallel", num_kv_heads=None)),
+            marks=pytest.mark.thorough,
             id="parallel residual",
         ),
     ],
@@ -206,6 +207,7 @@ def test_layers_without_keys_have_groups_of_their_own():
         replace(found[0], remat="nested(4)", save=()).check(spec.model)
 
 
+@pytest.mark.thorough
 def test_the_smallest_settings_do_not_depend_on_the_device_memory():
     """An offload that just fits would be no help if the estimate is too low."""
     spec = make_spec(262_144)
