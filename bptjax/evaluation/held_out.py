@@ -1,6 +1,7 @@
 """The held-out loss: the loss of a run's evaluations, on other data or of another model."""
 
 import math
+import zlib
 from argparse import Namespace
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -59,15 +60,18 @@ def saved_config(model: str) -> Config:
 
 
 class _Counted:
-    """Batches, and the number of tokens in the loss in the last pass over them."""
+    """Batches, and the number and a checksum of the tokens in the loss in the last pass over them,
+    in their order."""
 
     def __init__(self, batches: Iterable[Example]):
-        self._batches, self.tokens = batches, 0
+        self._batches, self.tokens, self.checksum = batches, 0, 0
 
     def __iter__(self) -> Iterator[Example]:
-        self.tokens = 0
+        self.tokens = self.checksum = 0
         for batch in self._batches:
-            self.tokens += int((batch["labels"] != IGNORED).sum())
+            labels = batch["labels"][batch["labels"] != IGNORED]
+            self.tokens += len(labels)
+            self.checksum = zlib.crc32(labels.tobytes(), self.checksum)
             yield batch
 
 
@@ -79,15 +83,17 @@ class HeldOut:
     text that packing splits over several sequences, or that is longer than a sequence, counts as
     one record in each, so that its interval is too narrow. `difference` is the loss per token less
     that of the last model, and has an interval over the same records; only of models that counted
-    the same tokens of each.
+    the same tokens of each, in the same order.
     """
 
     plot = None
 
     def __init__(self, args: Namespace):
         self.of = {name: _OfModel(name, args) for name in args.model}
-        # Losses and counts of the records, of the model that is measured first.
+        # Losses and counts of the records, of the model that is measured first, and the checksum of
+        # their tokens.
         self.last: np.ndarray | None = None
+        self.checksum = 0
         lengths = (each.longest for each in self.of.values() if each.longest is not None)
         self.longest = max(lengths, default=None)
 
@@ -99,12 +105,17 @@ class HeldOut:
         self.of[name].check(tokenizer)
 
     def rows(self, name: str, model: Decoder, tokenizer: Tokenizer) -> list[dict[str, Any]]:
-        row, records = self.of[name].row(model, tokenizer)
+        row, records, checksum = self.of[name].row(model, tokenizer)
         losses, counts = records
         row |= _interval("", losses, counts)
         if self.last is None:
-            self.last = records
-        elif "perplexity" in row and np.array_equal(counts, self.last[1]):
+            self.last, self.checksum = records, checksum
+        elif (
+            "perplexity" in row
+            # Other records, or in another order, may count equally many tokens each.
+            and checksum == self.checksum
+            and np.array_equal(counts, self.last[1])
+        ):
             change = losses - self.last[0]
             row |= dict(difference=float(change.sum() / counts.sum()))
             row |= _interval("difference_", change, counts)
@@ -155,8 +166,9 @@ class _OfModel:
         if self.is_run:
             tokenizer.now = saved_start(self.run)
 
-    def row(self, model: Decoder, tokenizer: Tokenizer) -> tuple[dict[str, Any], np.ndarray]:
-        """Returns the row, and the losses and counts of its records, [2, n]."""
+    def row(self, model: Decoder, tokenizer: Tokenizer) -> tuple[dict[str, Any], np.ndarray, int]:
+        """Returns the row, the losses and counts of its records, [2, n], and the checksum of their
+        tokens."""
         spec = self._spec(model)
         data, seq_len = spec.config.data, spec.config.train.seq_len
         objective = check_objective(model.config, spec.config)
@@ -204,7 +216,7 @@ class _OfModel:
             if all(isinstance(text, str) for text in texts):
                 bytes_of_text = sum(len(utf8(str(text))) for text in texts)
                 row["bits_per_byte"] = loss * tokens / bytes_of_text / math.log(2)
-        return row, of_records
+        return row, of_records, sum(batches.checksum for batches in sources.values())
 
     def _spec(self, model: Decoder) -> TrainSpec:
         """Returns the settings of a run that evaluates the model on its devices.

@@ -22,6 +22,7 @@ from bptjax.data.tokenizer import ByteTokenizer, CharTokenizer
 from bptjax.evaluation.held_out import HeldOut
 from bptjax.models.config import ModelConfig
 from bptjax.models.decoder import Decoder
+from bptjax.parsing.keys import replace_keys
 from bptjax.parsing.other_names import with_flags
 from bptjax.run.metrics import read_metrics
 from bptjax.training.setup import setup
@@ -161,6 +162,28 @@ def test_differences_are_over_the_same_records(tmp_path, model):
     assert cells[2].endswith(f" to {math.exp(before['high']):.4g}")
     (row,) = task.rows("before", model, CharTokenizer("abcdxyz0äöü"))
     assert "low" in row and "difference" not in row
+
+
+@pytest.mark.parametrize(
+    "flags, key, value",
+    [([], "data.packing", "best_fit"), (["--batches=2"], "data.seed", 1)],
+    ids=["order", "sample"],
+)
+def test_records_that_count_equally_many_tokens_are_not_taken_for_the_same(
+    tmp_path, model, flags, key, value
+):
+    """Each answer is one letter. Another packing has another order, and another seed other records
+    in a sample."""
+    rng = random.Random(0)
+    chats = [{"q": "x" * rng.randrange(4, 40), "a": rng.choice("ABCD")} for _ in range(60)]
+    given = "--seq_len=64", "--fields={prompt: q, answer: a}", *flags
+    path = write(tmp_path / "a.jsonl", chats)
+    task = HeldOut(arguments("--model=a", "--model=b", "--model=c", "--data", path, *given))
+    for name, changes in (("c", {}), ("b", {}), ("a", {key: value})):
+        own = task.of[name]
+        own.config = replace_keys(own.config, {"data.packing": "none"} | changes)
+        (row,) = task.rows(name, model, BYTES)
+        assert row["tokens"] == 2 * row["records"] and ("difference" in row) == (name == "b")
 
 
 def test_a_table_without_a_plot(tmp_path, capsys, model, monkeypatch):
