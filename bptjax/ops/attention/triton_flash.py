@@ -170,9 +170,9 @@ def is_narrow(x: QKV, spec: AttentionSpec) -> bool:
 
 def _tiles(name: str, x: QKV, spec: AttentionSpec) -> tuple[int, int, int, int, int]:
     """Returns a kernel's query block, key block, warps, stages, and number of query heads that
-    share tiles in the forward pass: all heads of a key head, if they do not fill a tile. Each key is
-    then read once for all of them. With a narrow window, small tiles waste few keys, so heads share
-    tiles of any size."""
+    share tiles in the forward pass: all heads of a key head, if they do not fill a tile. Each key
+    is then read once for all of them. With a narrow window, small tiles waste few keys, so heads
+    share tiles of any size."""
     table = BLOCKS[name] | DROPOUT_BLOCKS[name] if spec.dropout else BLOCKS[name]
     # Not |=, which would modify the tables.
     table = table | (NARROW_BLOCKS[name] if is_narrow(x, spec) else {})
