@@ -132,10 +132,10 @@ def draw_extension(file: Path, rows: list[dict], after: str, again: str | None =
             values = [r["short_perplexity"] for r in curve]
             left.plot(at, values, "o--", color=color, alpha=0.5, label=short)
         keys = [r for r in own if r["measure"] == "passkey"]
-        scores, lengths = [r["score"] for r in keys], [r["length"] for r in keys]
+        scores, at = [r["score"] for r in keys], [r["length"] for r in keys]
         around = [[r["score"] - r["low"], r["high"] - r["score"]] for r in keys]
         right.errorbar(
-            lengths, scores, list(zip(*around, strict=True)), fmt="o-", color=color, label=label
+            at, scores, list(zip(*around, strict=True)), fmt="o-", color=color, label=label
         )
     left.set(xlabel="position (tokens)", ylabel="perplexity")
     left.set_title("Perplexity of held-out source code")
@@ -143,6 +143,7 @@ def draw_extension(file: Path, rows: list[dict], after: str, again: str | None =
         xlabel="prompt length (tokens)", ylabel="share of pass keys found", ylim=(-0.03, 1.03)
     )
     right.set_xscale("log", base=2)
+    lengths = sorted({r["length"] for r in rows if r["measure"] == "passkey"})
     right.set_xticks(lengths, [f"{n // 1024}K" for n in lengths])
     right.set_title("Pass keys found, with 95 % intervals")
     for axes in (left, right):
