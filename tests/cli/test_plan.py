@@ -165,7 +165,7 @@ def test_absent_devices(devices):
     spec = make_spec(found, model, seq_len=512, parallel=ParallelConfig(**parallel), **groups)
     with record_choices() as choices:
         result = plan(spec, devices, int(kind.memory), kind.platform)
-    assert {choice.name for choice in choices} == {kernel}
+    assert {x.name for x in choices if x.operation == "attention"} == {kernel}
     assert result.fits and result.peak < GIB
     state, shards = abstract_state(spec), spec.mesh.size // parallel.get("dp", 1)
     count = sum(x.size for x in jax.tree.leaves(state.model))
