@@ -138,7 +138,7 @@ def few_programs(programs):
 
 # Few tests that take long, many of them waiting. Other files come by their number of tests.
 LONG = "test_hosts.py", "test_extension.py", "test_gemma4.py", "test_images.py"
-# Waits too. If it ran beside another file that waits, the processors would be idle.
+# Its tests wait as well, so it runs beside a file that computes.
 LATER = "test_members.py"
 
 

@@ -79,11 +79,11 @@ class HeldOut:
     """The mean loss of `--data`: over the tokens in the loss, or over the pairs of preferences. Of
     each model with the settings of its run, or the defaults.
 
-    Of several records, with the 95 % interval from `low` to `high`, by a bootstrap over records. A
-    text that packing splits over several sequences, or that is longer than a sequence, counts as
-    one record in each, so that its interval is too narrow. `difference` is the loss per token less
-    that of the last model, and has an interval over the same records; only of models that counted
-    the same tokens of each, in the same order.
+    With several records, the mean has a 95 % interval, from `low` to `high`, by a bootstrap over
+    records. The interval is too narrow if packing splits a text over several sequences, or a text
+    is longer than a sequence: each sequence then counts it as a record. `difference` is the loss
+    per token minus that of the last model, with an interval over the same records. Only models that
+    counted the same tokens in the same order have it.
     """
 
     plot = None

@@ -225,7 +225,7 @@ def test_the_least_offload_fits(layers):
     none = MemoryLimit(0, 0)
     peak = Memory(spec, none, 1.0).peak
     every = sorted(map(peak, _settings(spec, Estimator(spec), none, {})))
-    for device in every[:: len(every) // 10]:
+    for device in every[:: len(every) // 20]:
         limit = MemoryLimit(device, 1000 * GIB)
         found = _settings(spec, Estimator(spec), limit, {})
         assert all(peak(x) <= device for x in found if 0 < x.offload < 1)

@@ -53,7 +53,7 @@ def is_fast(name, impl, dtype):
     if impl not in HERE:
         return (name, dtype) == (FEW[0], "float32")
     if dtype == "float32":
-        return name in FEW[2:4] or impl == "scan" and name in {*FEW, *FEATURES}
+        return name in ("everything", "tree") or impl == "scan" and name in {*FEW, *FEATURES}
     return name == "everything" and (impl == "scan" or dtype == "bfloat16")
 
 
