@@ -19,9 +19,11 @@ from bptjax.tasks.words import (
 
 NEEDLE = "The secret {kind} of {name} is {value}. "
 KEY = "The pass key is {0}. Remember it. {0} is the pass key. "
-# Depths at which facts may be hidden, and those of pass keys.
+# Depths at which facts may be hidden.
 DEPTHS = np.linspace(0, 1, 40)
-KEY_DEPTHS = 0.0, 0.25, 0.5, 0.75, 1.0
+# Step from the depth of a pass key to the next one's, modulo 1: the golden ratio, so that any number
+# of samples covers all depths evenly.
+KEY_STEP = (5**0.5 - 1) / 2
 UPPER = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
@@ -77,9 +79,9 @@ def among_needles(rng: np.random.Generator, units: int, index: int, filler: Fill
 
 
 def passkey(rng: np.random.Generator, units: int, index: int, filler: Filler | None) -> Drawn:
-    """Hides a number of five digits at one of five depths, in turn. Mohtashami & Jaggi 2023, arXiv
-    2305.16300, section 4.2."""
-    key, depth = int(rng.integers(10_000, 100_000)), KEY_DEPTHS[index % len(KEY_DEPTHS)]
+    """Hides a number of five digits. Each sample has another depth, because a model answers nearly
+    all samples of one depth alike. Mohtashami & Jaggi 2023, arXiv 2305.16300, section 4.2."""
+    key, depth = int(rng.integers(10_000, 100_000)), index * KEY_STEP % 1
     context = hide((filler or repeated)(rng, units), [KEY.format(key)], [depth])
     return Drawn(context, "", (str(key),), depth)
 

@@ -103,14 +103,14 @@ class Scores:
 
     def row(self) -> dict[str, Any]:
         """Returns `task`, `length`, `samples`, `score`, the 95 % interval from `low` to `high`, and
-        `by_depth` for a task with depths."""
+        `by_depth`, the score in each fifth of the depths by its start, for a task with depths."""
         scores = np.array(self.scores)
         low, high = interval(scores, self.seed)
         row: dict[str, Any] = dict(task=self.sampler.name, length=self.sampler.length)
         row |= dict(samples=len(scores), score=float(scores.mean()), low=low, high=high)
         if None not in self._depths:
-            at = np.array(self._depths)
-            row["by_depth"] = {f"{d:g}": float(scores[at == d].mean()) for d in np.unique(at)}
+            fifth = np.array(self._depths, float) * 5 // 1
+            row["by_depth"] = {f"{n / 5:g}": scores[fifth == n].mean() for n in np.unique(fifth)}
         return row
 
 
