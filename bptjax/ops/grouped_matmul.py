@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int
 
-from bptjax.ops import grouped_triton
+from bptjax.ops import grouped_hopper, grouped_triton
 
 # Bounds on the number of rows per block.
 MOST_ROWS, FEWEST_ROWS = 128, 16
@@ -109,8 +109,8 @@ def grouped_matmul(
     """Multiplies each of n blocks of M / n rows by the matrix of its expert, in x's dtype.
 
     Products and the gradient of each matrix accumulate in float32. The backward pass saves only the
-    operands. Runs as Triton kernels on GPUs, unless a mesh axis is left to the compiler; otherwise
-    as a loop over the blocks.
+    operands. Runs as kernels on GPUs (Pallas's where `grouped_hopper` suits, else Triton's), unless
+    a mesh axis is left to the compiler; otherwise as a loop over the blocks.
 
     Args:
       experts: expert of each block, in ascending order; X for blocks whose rows nothing reads.
@@ -121,7 +121,8 @@ def grouped_matmul(
 def _multiply(x: Array, w: Array, experts: Array, transposed: bool) -> Array:
     """Multiplies each block by its expert's matrix, transposed if `transposed`."""
     if grouped_triton.available():
-        return grouped_triton.multiply(x, w, experts, transposed)
+        kernels = grouped_hopper if grouped_hopper.suits(x, w, len(experts)) else grouped_triton
+        return kernels.multiply(x, w, experts, transposed)
     contracted = ((1,), (1 if transposed else 0,)), ((), ())
 
     def block_product(_, block):
@@ -137,7 +138,8 @@ def _multiply(x: Array, w: Array, experts: Array, transposed: bool) -> Array:
 def _matrix_gradients(x: Array, dy: Array, w: Array, experts: Array) -> Array:
     """Sums xᵀ · dy over the blocks of each expert."""
     if grouped_triton.available():
-        return grouped_triton.matrix_gradients(x, dy, w, experts)
+        kernels = grouped_hopper if grouped_hopper.suits(x, w, len(experts)) else grouped_triton
+        return kernels.matrix_gradients(x, dy, w, experts)
 
     def add(sums, block):
         rows, drows, expert = block

@@ -21,8 +21,8 @@ NEEDLE = "The secret {kind} of {name} is {value}. "
 KEY = "The pass key is {0}. Remember it. {0} is the pass key. "
 # Depths at which facts may be hidden.
 DEPTHS = np.linspace(0, 1, 40)
-# Step from the depth of a pass key to the next one's, modulo 1: the golden ratio, so that any number
-# of samples covers all depths evenly.
+# Step from the depth of a pass key to the next one's, modulo 1: the golden ratio, with which any
+# number of samples covers all depths evenly.
 KEY_STEP = (5**0.5 - 1) / 2
 UPPER = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 

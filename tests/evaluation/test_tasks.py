@@ -109,7 +109,7 @@ def test_facts_stand_at_their_depths():
         assert len(before) / len(before + after) == pytest.approx(drawn.depth, abs=0.02)
         depths.append(drawn.depth)
     # Any number of samples covers the text evenly: no gap is as long as a third.
-    assert max(np.diff(sorted([*depths, 1.0]))) < 1 / 3 and depths[0] == 0
+    assert max(np.diff(np.sort(np.array([*depths, 1.0])))) < 1 / 3 and depths[0] == 0
     assert len(np.unique(np.array(depths) // 0.2)) == 5
 
 

@@ -99,11 +99,19 @@ def test_memory_follows_the_tokens():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_kernels_through_a_loop_of_layers(dtype, monkeypatch):
+@pytest.mark.parametrize(
+    ("dtype", "sizes"),
+    [
+        ("bfloat16", (96, 160)),
+        ("float32", (96, 160)),
+        ("bfloat16", (128, 256)),
+        ("float16", (256, 384)),
+    ],
+)
+def test_kernels_through_a_loop_of_layers(dtype, sizes, monkeypatch):
     """Gradients of stacked matrices are those of the loop over blocks: XLA must not fuse the slices
-    of a stack into the kernels."""
-    L, T, D, F, X = 3, 1000, 96, 160, 7
+    of a stack into the kernels, which are Pallas's on Hopper for some of these sizes."""
+    L, T, (D, F), X = 3, 1000, sizes, 7
     x, up, down = (normal(i, *s) / 9 for i, s in enumerate([(T, D), (L, X, D, F), (L, X, F, D)]))
     chosen = jax.random.randint(jax.random.key(3), (T, 2), 0, X)
 
