@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from bptjax.cli.main import launch
+from bptjax.cli.run_command import INSTALL
 from bptjax.run.versions import PACKAGES, TESTED, installed, is_tested, versions
 
 # Environment variables that are shown. None of them holds a secret.
@@ -32,7 +33,6 @@ SHOWN = (
     "XLA_PYTHON_CLIENT_MEM_FRACTION",
     "XLA_PYTHON_CLIENT_PREALLOCATE",
 )
-INSTALL = "pip install -e . (with a GPU: -e '.[gpu]')"
 # The oldest driver for CUDA 13.
 DRIVER = 580
 # Seconds to spend on adding up the size of a cache.

@@ -39,7 +39,8 @@ def main(argv: list[str] | None = None) -> int:
     if name in PARSERS:
         return launch(name, argv[1:])
     if name in COMMANDS:
-        return import_module(f"bptjax.cli.{name}").main(argv[1:])
+        # The module's own `main` reports errors too, but not those of its imports.
+        return run_command(lambda argv: import_module(f"bptjax.cli.{name}").main(argv), argv[1:])
     return run_command(_overview, argv)
 
 

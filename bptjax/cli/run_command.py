@@ -16,6 +16,7 @@ LOST_DEVICE = re.compile(
     "CUDA_ERROR_(ECC_UNCORRECTABLE|NVLINK_UNCORRECTABLE|HARDWARE_STACK_ERROR|DEVICE_UNAVAILABLE|"
     "ILLEGAL_ADDRESS|ILLEGAL_INSTRUCTION|MISALIGNED_ADDRESS|LAUNCH_FAILED|LAUNCH_TIMEOUT|UNKNOWN)"
 )
+INSTALL = "pip install -e . (with a GPU: -e '.[gpu]')"
 
 
 def run_command(command: Callable[[list[str]], int], argv: list[str] | None) -> int:
@@ -44,6 +45,11 @@ def run_command(command: Callable[[list[str]], int], argv: list[str] | None) -> 
             return _fail(error, 2, argv)
         if isinstance(error, RuntimeError | MemoryError):
             return _fail(_explained(error), 1, argv)
+        # An import that fails in bptjax itself is a bug.
+        if isinstance(error, ImportError) and (error.name or "").split(".")[0] != "bptjax":
+            missing = ImportError(f"{error}; {INSTALL}")
+            missing.__cause__ = error
+            return _fail(missing, 2, argv)
         raise
 
 

@@ -9,6 +9,7 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Self
 
@@ -21,6 +22,8 @@ log = logging.getLogger("bptjax")
 GENERATION = "generation_config.json"
 # Class name of a Rust panic, which cannot be imported from any module.
 PANIC = "PanicException"
+# A tokenizer of SentencePiece, or of tiktoken, of checkpoints without a tokenizer.json.
+SENTENCEPIECE = "tokenizer.model"
 CANNOT_ENCODE = "the tokenizer cannot encode the text"
 
 
@@ -36,6 +39,9 @@ class HFTokenizer:
     def __init__(self, directory: str | Path, limit: int | None = None, prefix: str = ""):
         tokenizers = transformers().AutoTokenizer
         refusal = f"{prefix}{str(directory)!r}: must hold a Hugging Face tokenizer"
+        names = [path.name for path in Path(directory).glob("tokenizer.*")]
+        if names == [SENTENCEPIECE] and find_spec("sentencepiece") is None:
+            refusal += f"; reading its {SENTENCEPIECE} may need pip install sentencepiece protobuf"
         # Invalid files can raise any exception, such as KeyError.
         with _without_report(), _faults(refusal):
             tokenizer: Any = tokenizers.from_pretrained(

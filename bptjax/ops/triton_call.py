@@ -19,10 +19,13 @@ def unusable() -> str | None:
     """Returns why jax-triton cannot be called here, or None if it can."""
     if is_absent():
         return None
-    try:
-        installed = version("jax-triton")
-    except PackageNotFoundError:
-        return 'jax-triton is not installed; pip install -e ".[gpu]" brings it'
+    versions = {}
+    for package in ("jax-triton", "triton"):
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            return f'{package} is not installed; pip install -e ".[gpu]" brings it'
+    installed = versions["jax-triton"]
     if tuple(map(int, installed.split(".")[:2])) >= TOO_NEW:
         return f'jax-triton {installed} is too new; pip install -e ".[gpu]" brings an older one'
     return None

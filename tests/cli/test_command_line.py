@@ -125,6 +125,14 @@ def test_a_lost_device_is_one_line(capsys):
     assert error.count("\n") == 1 and len(error) < 500 and "CUDA_VISIBLE_DEVICES" in error
 
 
+def test_an_import_that_fails_in_bptjax_is_a_bug():
+    def fail(argv):
+        from bptjax.cli import no_such_name  # noqa: F401  # pyrefly: ignore
+
+    with pytest.raises(ImportError, match="no_such_name"):
+        run_command(fail, [])
+
+
 def test_help_and_refusals_of_flags_import_no_jax():
     """Of the commands that read no config: those import the config's modules first."""
     code = (

@@ -1,7 +1,6 @@
 """Log-likelihoods in batches, and the model as lm-evaluation-harness calls it."""
 
 import json
-import sys
 from importlib.util import find_spec
 from types import SimpleNamespace
 
@@ -116,16 +115,6 @@ def test_long_contexts_lose_their_beginning(model, caplog):
     assert "1 prompt of more than 8 tokens: shortened at the start" in caplog.text
     with pytest.raises(ValueError, match="an answer of 9 tokens: must be at most 8"):
         served._loglikelihood_tokens([(None, ids[:2], ids[:9])])
-
-
-def test_without_the_package_one_line_names_the_extra(tmp_path, capsys, monkeypatch):
-    monkeypatch.setitem(sys.modules, "lm_eval", None)
-    monkeypatch.setitem(sys.modules, "lm_eval.tasks", None)
-    command = ["--model=nowhere/it", "--lm_eval=arc_easy", f"--out={tmp_path / 'out'}"]
-    assert evaluate.main(command) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: --lm_eval: ") and 'pip install -e ".[eval]"\n' in error
-    assert error.count("\n") == 1
 
 
 def test_rows_are_metrics_of_tasks_and_groups():

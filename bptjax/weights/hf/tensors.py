@@ -150,7 +150,10 @@ def _files(directory: Path, single: str, index: str) -> list[Path]:
 def _unpickled(file: Path) -> dict[str, Any]:
     """Returns the tensors of a torch file, which stay on disk until they are read."""
     if importlib.util.find_spec("torch") is None:
-        raise ValueError(f"{file} needs torch, which is not installed; or convert it to {SINGLE}")
+        raise ValueError(
+            f"{file} needs torch, which is not installed; pip install torch, or convert it to "
+            f"{SINGLE}"
+        )
     import torch
 
     try:
