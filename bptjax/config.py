@@ -11,6 +11,7 @@ from bptjax.models.config import ModelConfig
 from bptjax.models.execution import UNCHUNKED, ExecutionConfig, MemoryConfig
 from bptjax.objectives import OBJECTIVES, ObjectiveConfig, check_formats
 from bptjax.objectives.objective import Objective
+from bptjax.ops.attention import NOT_DETERMINISTIC
 from bptjax.optim.optimizer import OPTIMIZERS, OptimizerConfig
 from bptjax.parallel.mesh import ParallelConfig
 from bptjax.parsing.keys import check_seed, flatten, nest
@@ -72,6 +73,9 @@ class TrainConfig:
       linear: float8 trains the linear layers of attention and feed-forward networks, but not of
         experts, with 8-bit operands; needs GPUs of compute capability 8.9 or newer. If not set,
         operands have compute_dtype.
+      deterministic: two runs of the same config on the same GPUs give the same losses and weights
+        to the bit, and so does a resumed run. Takes more time; attention runs without fa4 and
+        cudnn. On CPUs every run is deterministic.
       z_loss: weight of the squared log-normalizer in the loss. train/loss does not include it;
         train/z_loss is the weighted term alone.
       eval_steps: steps between evaluations. Every run also evaluates before and after training;
@@ -100,6 +104,7 @@ class TrainConfig:
     compute_dtype: Literal["float32", "bfloat16", "float16"] | None = None
     param_dtype: Literal["float32", "bfloat16"] = "float32"
     linear: Literal["float8"] | None = None
+    deterministic: bool = False
     z_loss: float = 0.0
     eval_steps: int | None = None
     eval_batches: int | None = 64
@@ -228,6 +233,12 @@ class Config:
             raise ValueError(
                 f"execution.save={', '.join(sorted(hidden))}: requires an "
                 f"execution.ffn_chunk of at least train.seq_len={train.seq_len}"
+            )
+        kernel = execution.attention_implementation
+        if train.deterministic and (reason := NOT_DETERMINISTIC.get(kernel)):
+            raise ValueError(
+                f"execution.attention_implementation={kernel}: must be auto, or another kernel, "
+                f"with train.deterministic=true, because {reason}"
             )
         for key in self.needs_evaluations:
             if not self.train.eval_steps:

@@ -44,6 +44,7 @@ COMPILED_KEYS = (
     "train.compute_dtype",
     "train.param_dtype",
     "train.linear",
+    "train.deterministic",
     "train.z_loss",
     "optimizer.type",
     "optimizer.weight_decay",

@@ -18,6 +18,7 @@ from jax import Array
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from bptjax.ops.attention import fa4
+from bptjax.ops.determinism import add_in_order, is_deterministic
 from bptjax.run.output import FULL_DISK
 
 # Fraction of a GPU's memory for JAX. Libraries, contexts and other programs need little.
@@ -334,8 +335,33 @@ def _take_backward(residuals, cotangent):
     # Zeros tied to the cotangent: otherwise XLA would make them before the layers' backward pass
     # and keep an array of the table's size until its end.
     cotangent, zero = jax.lax.optimization_barrier((cotangent, jnp.zeros((), jnp.float32)))
-    sums = jnp.full(table.shape, zero).at[indices].add(cotangent.astype(jnp.float32))
+    if is_deterministic():
+        sums = _add_in_order(table.shape, zero, indices, cotangent)
+    else:
+        sums = jnp.full(table.shape, zero).at[indices].add(cotangent.astype(jnp.float32))
     return sums.astype(table.dtype), None
+
+
+def _add_in_order(shape: tuple[int, ...], zero: Array, indices: Array, values: Array) -> Array:
+    """Returns the result of `add_in_order` on zeros. Each device adds its own tokens to its own
+    entries of the vocabulary."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or mesh.size == 1:
+        return add_in_order(jnp.full(shape, zero), indices, values)
+    tokens = sharding(mesh, ("batch", "sequence")[: indices.ndim], indices.shape).spec
+    entries = sharding(mesh, ("vocab", None), shape).spec
+    axes = [n for part in tokens for n in ((part,) if isinstance(part, str) else part or ())]
+    size = shape[0] // (mesh.shape[entries[0]] if entries[0] else 1)
+
+    def local(zero, indices, values):
+        own = indices - (jax.lax.axis_index(entries[0]) * size if entries[0] else 0)
+        own = jnp.where((own >= 0) & (own < size), own, size)
+        sums = add_in_order(jnp.full((size, shape[1]), zero), own, values)
+        return jax.lax.psum(sums, axes)
+
+    specs = PartitionSpec(), tokens, PartitionSpec(*tokens, None)
+    mapped = jax.shard_map(local, in_specs=specs, out_specs=entries, check_vma=False)
+    return mapped(zero, indices, values)
 
 
 _take.defvjp(lambda table, indices: (_take(table, indices), (table, indices)), _take_backward)

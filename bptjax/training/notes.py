@@ -9,6 +9,7 @@ import numpy as np
 from bptjax.config import Config, defaults
 from bptjax.data.sources import count
 from bptjax.models.config import ModelConfig
+from bptjax.ops.attention import NOT_DETERMINISTIC
 from bptjax.parallel.distributed import addresses, hosts
 from bptjax.parallel.launch import is_loopback
 from bptjax.parallel.mesh import num_shards
@@ -19,6 +20,17 @@ from bptjax.training.data import RunData
 from bptjax.training.spec import TrainSpec
 from bptjax.weights.hf.from_scratch import family_of
 from bptjax.weights.pretrained import Pretrained
+
+
+def describe_determinism(config: Config, platform: str) -> list[str]:
+    """Formats the lines about what train.deterministic costs; empty where it costs nothing."""
+    if not config.train.deterministic or platform != "gpu":
+        return []
+    text = (
+        f"deterministic: without the attention kernels {' and '.join(NOT_DETERMINISTIC)}; XLA adds "
+        "in a fixed order, and takes cuBLAS's default kernels instead of timing several"
+    )
+    return textwrap.wrap(text, 80, subsequent_indent="  ")
 
 
 def describe_devices(spec: TrainSpec, data: RunData) -> list[str]:

@@ -32,6 +32,7 @@ RESUMABLE_KEYS = (
     "data.bad_records",
     "train.max_steps",
     "train.epochs",
+    "train.deterministic",
     "train.per_device_train_batch_size",
     "train.gradient_accumulation_steps",
     "train.eval_",

@@ -57,6 +57,7 @@ from bptjax.training.data import RunData, open_data, say
 from bptjax.training.eval_tasks import open_tasks
 from bptjax.training.fewer_processes import describe_missing, join, keep_global_batch
 from bptjax.training.notes import (
+    describe_determinism,
     describe_devices,
     describe_model,
     describe_objective,
@@ -326,6 +327,7 @@ def _open_run(config: Config, devices: list[jax.Device], date: str) -> TrainingR
         eval_prompts=_eval_prompts(config, model, data),
         tasks=tasks,
         notes=[
+            *describe_determinism(config, devices[0].platform),
             *describe_devices(spec, data),
             *describe_objective(spec),
             *describe_model(spec, data),

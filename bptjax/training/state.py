@@ -18,6 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from bptjax.models.architecture import new_model
 from bptjax.models.params import is_variable, param_path
 from bptjax.models.transformer import Transformer
+from bptjax.ops.determinism import compiler_options, deterministic
 from bptjax.optim.loss_scale import LossScale
 from bptjax.optim.optimizer import OptState, init_opt_state
 from bptjax.parallel.mesh import STATE_AXIS, sharding
@@ -98,16 +99,23 @@ def init_state(
       show: shows the progress of loading; see `Progress`.
     """
     model, pretrained, adapter = None, spec.pretrained, spec.config.adapter
+    with deterministic(spec.config.train.deterministic):
+        options = compiler_options()
     if pretrained is not None and load:
         plain = with_shardings(spec, _abstract_model(spec))
         put = None
         if adapter.type == "qlora":
-            put = quantizer(plain, adapter.codebook, adapter.double_quant)
+            put = quantizer(plain, adapter.codebook, adapter.double_quant, options=options)
         model = pretrained.fill(plain, put, show)
     shardings = jax.tree.map(lambda x: x.sharding, abstract_state(spec))
 
     with jax.set_mesh(spec.mesh):
-        new = jax.jit(partial(_new_state, spec), out_shardings=shardings, donate_argnums=0)
+        new = jax.jit(
+            partial(_new_state, spec),
+            out_shardings=shardings,
+            donate_argnums=0,
+            compiler_options=options,
+        )
         return new(model, _loaded_adapters(spec))
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
+from functools import partial, wraps
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -20,6 +20,7 @@ from bptjax.models.feed_forwards import FEED_FORWARDS
 from bptjax.models.transformer import Transformer
 from bptjax.objectives.answers import score_answers, sum_by_document
 from bptjax.objectives.cross_entropy import ForwardPass
+from bptjax.ops.determinism import compiler_options, deterministic
 from bptjax.ops.target import is_absent, platform
 from bptjax.optim.optimizer import apply_gradients
 from bptjax.optim.schedule import learning_rate
@@ -404,8 +405,8 @@ def compile_step(
         # With the default of 2, most transfers to and from host memory wait for each other, and
         # the layers for them.
         options["xla_gpu_experimental_parallel_async_compute_limit"] = "64"
-    with jax.set_mesh(spec.mesh):
-        compiled = step.lower(state, batch).compile(options)
+    with jax.set_mesh(spec.mesh), deterministic(spec.config.train.deterministic):
+        compiled = step.lower(state, batch).compile(options | compiler_options())
     if float8 and not is_absent():
         check_float8_products(compiled.as_text() or "")
     # On the CPU backend, host memory is device memory.
@@ -428,7 +429,7 @@ def check_kernel(spec: TrainSpec) -> None:
     batch = {
         name: jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for name, x in abstract_batch(spec).items()
     }
-    with jax.set_mesh(spec.mesh):
+    with jax.set_mesh(spec.mesh), deterministic(spec.config.train.deterministic):
         jax.eval_shape(
             partial(loss_sums, spec, z_loss=0.0),
             abstract_state(spec).model,
@@ -477,11 +478,27 @@ def random_batch(spec: TrainSpec) -> Batch:
     return spec.layout.put(batch, train.gradient_accumulation_steps)
 
 
+def _jit(spec: TrainSpec, **options: Any) -> Callable[[Callable], Callable]:
+    """Returns `jax.jit` for programs other than the step."""
+    on = spec.config.train.deterministic
+
+    def jit(f):
+        @wraps(f)
+        def traced(*arguments, **named):
+            with deterministic(on):
+                return f(*arguments, **named)
+
+        with deterministic(on):
+            return jax.jit(traced, compiler_options=compiler_options(), **options)
+
+    return jit
+
+
 def answer_scorer(spec: TrainSpec) -> Callable[[Transformer, Batch], Array]:
     """Returns a function from a model and a batch `[1, B, T]` to the log-probabilities of its
     answers, `Answers.logps`, on every device."""
 
-    @partial(jax.jit, out_shardings=NamedSharding(spec.mesh, PartitionSpec()))
+    @_jit(spec, out_shardings=NamedSharding(spec.mesh, PartitionSpec()))
     def score(model, batch):
         model, batch = _in_float8(spec, model)(model), jax.tree.map(lambda x: x[0], batch)
         hidden, _ = _run_model(spec, model, batch, None)
@@ -505,7 +522,7 @@ def evaluator(spec: TrainSpec, by_record: bool = False) -> Callable[..., dict[st
         sequences has an entry for each.
     """
 
-    @partial(jax.jit, out_shardings=NamedSharding(spec.mesh, PartitionSpec()))
+    @_jit(spec, out_shardings=NamedSharding(spec.mesh, PartitionSpec()))
     def batch_sums(model, batch, totals):
         batch = jax.tree.map(lambda x: x[0], batch)
         hidden, _ = _run_model(spec, model, batch, None)
@@ -525,7 +542,7 @@ def evaluator(spec: TrainSpec, by_record: bool = False) -> Callable[..., dict[st
         records = np.stack([losses, counts]).astype(np.float64)[:, counts > 0]
         return *sums, margins[np.isfinite(margins)], records
 
-    @jax.jit
+    @_jit(spec)
     def summands(model, batch):
         batch = jax.tree.map(lambda x: x[0], batch)
         return _totals(spec, model, batch, *_run_model(spec, model, batch, None))

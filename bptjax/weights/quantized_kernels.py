@@ -1,10 +1,11 @@
 """Quantized kernels: 4- or 8-bit weights of a model's linear layers, as QLoRA stores them."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -154,7 +155,11 @@ def quantize_model(model: Any, codebook: str, double: bool) -> Any:
 
 
 def quantizer(
-    model: Any, codebook: str, double: bool, replicated: tuple[str, ...] = ()
+    model: Any,
+    codebook: str,
+    double: bool,
+    replicated: tuple[str, ...] = (),
+    options: Mapping[str, bool | str] = MappingProxyType({}),
 ) -> Callable[[str, Any, np.ndarray], Any]:
     """Returns a replacement for `put_param` that quantizes the kernels of linear layers on the
     devices, from their dtype on disk. The devices hold one layer's unquantized kernel at a time,
@@ -163,6 +168,7 @@ def quantizer(
     Args:
       model: abstract model with shardings.
       replicated: logical axes that are not sharded.
+      options: XLA options.
     """
     kernels = linear_kernels(model)
 
@@ -189,7 +195,7 @@ def quantizer(
         def empty():
             return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
 
-        @partial(jax.jit, out_shardings=shardings, donate_argnums=0)
+        @partial(jax.jit, out_shardings=shardings, donate_argnums=0, compiler_options=dict(options))
         def store(stack, kernel, layer):
             start = partial(jax.lax.dynamic_update_slice_in_dim, start_index=layer, axis=0)
             return jax.tree.map(start, stack, pack(kernel))

@@ -5,8 +5,10 @@ import jax.numpy as jnp
 import pytest
 
 from bptjax.ops import attention as attention_package
+from bptjax.ops import determinism
 from bptjax.ops.attention import (
     KERNELS,
+    NOT_DETERMINISTIC,
     attention,
     choose,
     cudnn,
@@ -17,6 +19,7 @@ from bptjax.ops.attention import (
 )
 from bptjax.ops.attention.contract import QKV, AttentionSpec, AttentionState
 from bptjax.ops.choices import record_choices
+from bptjax.ops.determinism import deterministic
 from bptjax.ops.mask import Mask
 
 X = jnp.ones((1, 8, 2, 4))
@@ -86,6 +89,23 @@ def test_auto_takes_triton_for_narrow_windows(window, size, name, monkeypatch):
     x = jnp.ones((1, 8, 2, size))
     chosen, refusals = choose("auto", QKV(x, x, x), spec)
     assert chosen == name and set(refusals) == set(KERNELS) - {name}
+
+
+def test_deterministic_training_takes_no_kernel_that_adds_with_atomics(monkeypatch):
+    for module in (determinism, fa4, cudnn, triton_flash):
+        monkeypatch.setattr(module, "platform", lambda: "gpu")
+    for kernel in (fa4, cudnn, triton_flash):
+        monkeypatch.setattr(kernel, "unsupported", lambda x, spec: None)
+    spec = AttentionSpec(mask=Mask(causal=True), scale=1.0)
+    with deterministic(True):
+        chosen, refusals = choose("auto", QKV(X, X, X), spec)
+        assert choose("scan", QKV(X, X, X), spec) == ("scan", {})
+        for name in NOT_DETERMINISTIC:
+            assert refusals[name] == NOT_DETERMINISTIC[name]
+            with pytest.raises(NotImplementedError, match=f"attention '{name}': its backward pass"):
+                choose(name, QKV(X, X, X), spec)
+    assert chosen == "triton"
+    assert choose("auto", QKV(X, X, X), spec)[0] == "fa4"
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,13 @@ from dataclasses import fields
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
+from bptjax.ops import determinism
 from bptjax.ops.attention import fa4
+from bptjax.ops.determinism import deterministic
 from bptjax.parallel import mesh as mesh_module
 from bptjax.parallel.mesh import (
     AXES,
@@ -164,3 +167,26 @@ def test_the_gradient_of_an_embedding_is_a_sum_in_float32(dtype):
     table = jnp.zeros((2, 3), dtype)
     found = jax.grad(lambda x: lookup(x, tokens).astype(jnp.float32).sum())(table)
     assert found.dtype == dtype and found.tolist() == [[4096] * 3, [0] * 3]
+
+
+@pytest.mark.parametrize("devices", [1, 8])
+@pytest.mark.parametrize("rows, axis", [(6, "vocab"), (5, "vocab"), (6, None)])
+def test_the_deterministic_gradient_of_an_embedding(rows, axis, devices, monkeypatch):
+    """With and without a mesh, which may shard the vocabulary."""
+    monkeypatch.setattr(determinism, "platform", lambda: "gpu")
+    rng = np.random.default_rng(0)
+    table, weights = (rng.standard_normal(shape, np.float32) for shape in ((rows, 4), (2, 1500, 4)))
+    tokens = rng.integers(0, rows, (2, 1500), np.int32)
+    wanted = np.zeros((rows, 4))
+    np.add.at(wanted, tokens, weights)
+
+    @jax.grad
+    def gradient(table):
+        return (lookup(table, jnp.asarray(tokens), axis) * weights).sum()
+
+    sizes = ParallelConfig(tp=2, sp=2) if devices > 1 else ParallelConfig()
+    with deterministic(True):
+        np.testing.assert_allclose(gradient(jnp.asarray(table)), wanted, rtol=1e-5, atol=1e-5)
+        with jax.set_mesh(make_mesh(sizes, jax.devices()[:devices])):
+            found = jax.jit(gradient)(table)
+    np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)

@@ -16,6 +16,7 @@ from bptjax.ops.attention import cudnn, fa4, loop, products, reference, scan, tr
 from bptjax.ops.attention.contract import QKV, AttentionSpec, AttentionState, Kernel, SinkKernel
 from bptjax.ops.checkpoint_names import checkpoint_named
 from bptjax.ops.choices import record
+from bptjax.ops.determinism import is_deterministic
 from bptjax.ops.mask import Mask
 from bptjax.ops.softmax import empty_state, merge_states
 from bptjax.ops.static_arrays import split_static
@@ -41,6 +42,13 @@ NOT_AUTOMATIC = {
     "reference": "[T, T] memory; for tests only",
 }
 
+# Why training with train.deterministic=true refuses these kernels.
+NOT_DETERMINISTIC = {
+    "fa4": "its backward pass adds with atomics, in another order each time",
+    # cuDNN's deterministic backward pass stores the gradients of all T² weights.
+    "cudnn": "its backward pass adds with atomics, or else takes [T, T] memory",
+}
+
 # On a GPU, `auto` takes `products` for heads larger than WIDE, given at least MANY_QUERIES queries
 # and no window below WIDE_WINDOW, which would leave most of a large tile empty. On one H200 it was
 # 2.5 times as fast as triton for heads of 512 (attention_wide_h200.json).
@@ -60,6 +68,7 @@ def choose(impl: str, x: QKV, spec: AttentionSpec) -> tuple[str, dict[str, str]]
       NotImplementedError: the named kernel cannot honor the arguments.
     """
     others = "no landmark attention" if spec.landmark_block else None
+    refused = NOT_DETERMINISTIC if is_deterministic() else {}
     if impl == "auto":
         chosen, reasons = None, {}
         first = _preferred(x, spec)
@@ -68,6 +77,7 @@ def choose(impl: str, x: QKV, spec: AttentionSpec) -> tuple[str, dict[str, str]]
             reason = (
                 (name != "scan" and others)
                 or NOT_AUTOMATIC.get(name)
+                or refused.get(name)
                 or (kernel.unsupported(x, spec) if chosen is None else f"slower than {chosen}")
             )
             if reason is None:
@@ -79,7 +89,8 @@ def choose(impl: str, x: QKV, spec: AttentionSpec) -> tuple[str, dict[str, str]]
         return chosen, reasons
     if impl not in KERNELS:
         raise ValueError(f"attention={impl!r}: must be one of auto, {', '.join(KERNELS)}")
-    if reason := (impl != "scan" and others) or KERNELS[impl].unsupported(x, spec):
+    reason = (impl != "scan" and others) or refused.get(impl)
+    if reason := reason or KERNELS[impl].unsupported(x, spec):
         raise NotImplementedError(f"attention {impl!r}: {reason}")
     record("attention", impl, {})
     return impl, {}
