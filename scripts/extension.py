@@ -57,7 +57,15 @@ VARIANTS: dict[str, list[str]] = {
     "theta_seed_2": ["--seed=2", "--data.seed=2"],
     # ProLong's rule alone gives SmolLM2 this theta at 65,536 tokens.
     "smaller_theta": [*NO_EXTENSION, "--model.rope_parameters.rope_theta=1.6e6"],
+    # Other thetas than that of extend_to, which was 6.4e6 at 65,536 tokens for older rows, whose
+    # runs took 200 steps.
+    "medium_theta": [
+        *NO_EXTENSION,
+        "--model.rope_parameters.rope_theta=6.4e6",
+        "--train.max_steps=200",
+    ],
     "larger_theta": [*NO_EXTENSION, "--model.rope_parameters.rope_theta=2.56e7"],
+    "largest_theta": [*NO_EXTENSION, "--model.rope_parameters.rope_theta=1.024e8"],
     "unscaled": NO_EXTENSION,
     "yarn": scaled("yarn"),
     "llama3": scaled("llama3"),

@@ -107,23 +107,25 @@ def draw_memory_curves(file: Path, T: int = 32_768) -> None:
 
 def draw_extension(file: Path, rows: list[dict], after: str, again: str | None = None) -> None:
     """Draws the perplexity by position, and the share of pass keys found by length, of a model
-    before and after its context was extended. A model without perplexities has no curve of them.
+    before and after its context was extended. A model without perplexities has no curve of them;
+    those before are of other documents.
 
     Args:
       after: name of the extended model in the rows.
-      again: name of a model extended once more. Only its pass keys are drawn, because its
-        perplexities are of other documents.
+      again: name of a model extended with another seed. Only its pass keys are drawn, because its
+        perplexities are nearly the same.
     """
     figure = Figure(figsize=(11, 4), layout="constrained")
     left, right = figure.subplots(1, 2)
     models = [("before", "before", "0.6"), (after, "after", "tab:blue")]
-    models += [(again, "after, second run", "tab:orange")] if again else []
+    models += [(again, "after, another seed", "tab:orange")] if again else []
     for variant, label, color in models:
         own = [r for r in rows if r["variant"] == variant]
         curve = [r for r in own if r["measure"] == "perplexity"]
         at = [(r["start"] + r["end"]) / 2 for r in curve]
         if curve and variant != again:
-            left.plot(at, [r["perplexity"] for r in curve], "o-", color=color, label=label)
+            of = f"{label}, other documents" if variant == "before" else label
+            left.plot(at, [r["perplexity"] for r in curve], "o-", color=color, label=of)
         if curve and variant == "before":
             # Perplexities are in the thousands beyond the length before.
             left.set_yscale("log")
@@ -220,7 +222,7 @@ def main() -> None:
     draw_clipping(RESULTS / "clip_losses_h200.png", "clip_losses_h200.json")
     draw_preferences(RESULTS / "preferences_h200.png", "preferences_h200.jsonl")
     h200, h100 = read("extension_h200.jsonl"), read("extension_h100.jsonl")
-    draw_extension(RESULTS / "extension_h200.png", h200, "theta", "theta_again")
+    draw_extension(RESULTS / "extension_h200.png", h200, "theta", "theta_seed_1")
     keys = [r for r in h200 if (r["variant"], r["measure"]) == ("before", "passkey")]
     longer = [r for r in h100 if r["length_trained"] == 131_072]
     draw_extension(RESULTS / "extension_128k_h100.png", keys + longer, "fewer_steps")

@@ -12,6 +12,7 @@ EXTENSION = "extension_h200.jsonl", "extension_h100.jsonl"
 WAYS = {
     "chats_10": "a tenth chats",
     "chats_25": "a quarter chats",
+    "theta_seed_1": "theta 25.6 million, another seed",
     "theta_seed_1_50": "another seed",
     "smaller_theta_50": "theta 1.6 million",
     "larger_theta_50": "theta 25.6 million",
@@ -24,14 +25,17 @@ WAYS = {
 MODELS = {
     ("before", 65536): "before",
     ("theta", 65536): "after",
-    ("theta_again", 65536): "after, second run",
-    ("fewer_steps", 65536): "after 50 steps",
-    ("fewer_steps", 131072): "after 50 steps of 131,072",
-    ("low_rate_50", 65536): "after 50 steps, learning rate 3e-5",
-    ("chats_25", 65536): "after 50 steps, a quarter chats",
+    ("theta_seed_1", 65536): "after, another seed",
+    ("largest_theta", 65536): "after, theta 102.4 million",
+    ("medium_theta", 65536): "after 200 steps, theta 6.4 million",
+    ("medium_theta_again", 65536): "after 200 steps, theta 6.4 million, second run",
+    ("fewer_steps", 65536): "after 50 steps, theta 6.4 million",
+    ("fewer_steps", 131072): "after 50 steps of 131,072, theta 16.1 million",
+    ("low_rate_50", 65536): "after 50 steps, theta 6.4 million, learning rate 3e-5",
+    ("chats_25", 65536): "after 50 steps, theta 6.4 million, a quarter chats",
     ("fewer_steps", 32768): "after 50 steps of 32,768",
     **{(way, 32768): f"after 50 steps of 32,768, {name}" for way, name in WAYS.items()},
-    ("smaller_theta_200_steps", 65536): "after, theta 1.6 million",
+    ("smaller_theta_200_steps", 65536): "after 200 steps, theta 1.6 million",
 }
 
 
@@ -48,7 +52,8 @@ def perplexity(name: str) -> str:
 
 
 def extension_perplexity() -> str:
-    """The perplexity by position of a model before and after its context was extended."""
+    """The perplexity by position of a model before and after its context was extended. Before was
+    measured on other documents."""
     rows = [r for r in read(EXTENSION[0]) if r["measure"] == "perplexity"]
     before, after = ([r for r in rows if r["variant"] == x] for x in ("before", "theta"))
     short = f"after, last {after[0]['short_context']:,} tokens only"
@@ -61,7 +66,7 @@ def extension_perplexity() -> str:
         ]
         for x, y in zip(before, after, strict=True)
     ]
-    return table(["positions", "before", "after", short], body)
+    return table(["positions", "before, other documents", "after", short], body)
 
 
 def extension_rows() -> list[Row]:

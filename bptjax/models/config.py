@@ -54,8 +54,9 @@ class ModelConfig:
         there.
       extend_to: number of positions to extend the checkpoint to. Sets max_position_embeddings, and
         multiplies the rope_theta of full attention by the power 4/3 of the ratio to the
-        checkpoint's positions; it becomes at least 6.4 million at 65,536 positions, times that
-        power of the ratio to them.
+        checkpoint's positions, to at least extend_theta times that power of the ratio to 65,536.
+      extend_theta: least rope_theta of extend_to for 65,536 positions. If not set, 25.6 million; a
+        resumed run keeps its own.
       position_offset: unused entries of the learned embedding before position 0.
       sliding_window: number of tokens that a token attends to, including itself. If not set, all.
       layer_types: type of each layer: full_attention, sliding_attention, which applies
@@ -111,6 +112,7 @@ class ModelConfig:
     rope_layers: list[bool] | None = None
     max_position_embeddings: int | None = integer(None, most=UNLIMITED)
     extend_to: int | None = integer(None, most=UNLIMITED)
+    extend_theta: float | None = number(None, "positive")
     position_offset: int = integer(0, 0)
     sliding_window: int | None = integer(None, most=UNLIMITED)
     layer_types: list[LayerType] | None = None

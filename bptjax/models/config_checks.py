@@ -14,6 +14,7 @@ OVERRIDABLE = (
     "rope_parameters",
     "max_position_embeddings",
     "extend_to",
+    "extend_theta",
     "attention_pattern",
     "embedding_dropout",
     "attention_dropout",

@@ -14,6 +14,7 @@ from bptjax.parsing.keys import flatten, replace_keys
 from bptjax.run.json_files import read_json
 from bptjax.run.output import leftovers, write_atomically
 from bptjax.run.yaml_files import RUN_CONFIG, read_yaml
+from bptjax.weights.hf.config import LEAST_THETA, OLD_LEAST_THETA
 
 # The start date of a run, which chat templates may read.
 START = "start.json"
@@ -44,7 +45,7 @@ RESUMABLE_KEYS = (
     "optimizer.in_backward",
 )
 # Values of newer keys with which a run of an older version continues, if not the defaults.
-OLD_VALUES = {"data.eval_split": "spaced"}
+OLD_VALUES: dict[str, Any] = {"data.eval_split": "spaced"}
 
 
 def check_run_dir(run_dir: Path) -> None:
@@ -81,6 +82,8 @@ def acquire_run_dir(run_dir: Path, config: Config, unset: Mapping[str, Any] | No
         # The config of an older version lacks newer keys, and has the defaults of a new model for
         # empty ones.
         theirs = default | OLD_VALUES | saved_values(run_dir)
+        if theirs["model.extend_to"] is not None:
+            theirs["model.extend_theta"] = theirs["model.extend_theta"] or OLD_LEAST_THETA
         for key, value in (unset or {}).items():
             for each in (theirs, ours):
                 each[key] = value if each.get(key) in (None, "auto") else each[key]
@@ -123,14 +126,17 @@ def saved_values(run_dir: Path) -> dict[str, Any]:
 
 
 def with_old_values(config: Config) -> Config:
-    """Returns the config with `OLD_VALUES` of keys that the saved config of its run lacks; the same
-    config for a new run.
+    """Returns the config with `OLD_VALUES` of keys that the saved config of its run lacks, and with
+    the run's `extend_theta`, or that of a new run.
 
     Raises:
       ValueError: the saved config is damaged.
     """
     saved = saved_values(Path(config.run_dir).expanduser())
     lacking = {key: value for key, value in OLD_VALUES.items() if saved and key not in saved}
+    if config.model.extend_to is not None and config.model.extend_theta is None:
+        old = saved.get("model.extend_theta") or OLD_LEAST_THETA
+        lacking["model.extend_theta"] = old if saved else LEAST_THETA
     return replace_keys(config, lacking)
 
 

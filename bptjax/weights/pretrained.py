@@ -31,7 +31,7 @@ from bptjax.run.json_files import read_json
 from bptjax.run.links import check_links
 from bptjax.run.yaml_files import RUN_CONFIG, read_yaml
 from bptjax.weights.hf.checkpoint import SIDECARS, HFCheckpoint, describe_left_out
-from bptjax.weights.hf.config import merge, read_config
+from bptjax.weights.hf.config import OLD_LEAST_THETA, merge, read_config
 from bptjax.weights.hf.families.encoders import with_classes
 from bptjax.weights.hf.families.family import Family
 from bptjax.weights.hf.fingerprint import fingerprint
@@ -323,6 +323,8 @@ def _run_config(directory: Path) -> _RunConfig:
     try:
         tree = read_yaml(file)
         groups = {"model": tree["model"], "adapter": dict(tree.get("adapter", {}).items())}
+        if groups["model"].get("extend_to"):  # A run of an older version lacks the other key.
+            groups["model"] = {"extend_theta": OLD_LEAST_THETA} | groups["model"]
         groups["seq_len"] = tree["train"]["seq_len"]
         if dtype := tree["train"].get("compute_dtype"):
             groups["compute_dtype"] = dtype

@@ -16,11 +16,12 @@ from bptjax.weights.hf.families.family import Family
 # Key that only an encoder without classes takes from a training config.
 CLASSES = "encoder.classes"
 # ProLong (arXiv 2410.02660) extends Llama 3 from 8,192 positions and theta 5e5 to 65,536 with theta
-# 8e6, and to 524,288 with theta 1.28e8: 16 and 256 times, for 8 and 64 times the length. The same
-# power gives SmolLM2, whose theta is 1e5, 1.6e6 for 65,536 positions, with which it found far fewer
-# pass keys there than with 6.4e6 (docs/recipes.md).
+# 8e6, and to 524,288 with theta 1.28e8: 16 and 256 times, for 8 and 64 times the length.
 THETA_POWER = 4 / 3
-LEAST_THETA, AT_LENGTH = 6.4e6, 65_536
+# Least theta for these positions. The power alone gives SmolLM2, whose theta is 1e5, 1.6e6 there,
+# with which it missed most pass keys; with the value of older runs it missed some in one of two
+# runs, and now hardly one (docs/recipes.md).
+LEAST_THETA, OLD_LEAST_THETA, AT_LENGTH = 2.56e7, 6.4e6, 65_536
 # Keys that change no result in any family.
 NEUTRAL = {
     "_name_or_path",
@@ -137,8 +138,9 @@ def merge(pretrained: ModelConfig, wanted: ModelConfig) -> ModelConfig:
             )
         changes[key] = value
     changes["name_or_path"] = wanted.name_or_path
+    changes.pop("extend_theta", None)
     if (length := changes.pop("extend_to", None)) is not None:
-        changes |= _extended(pretrained, length, changes)
+        changes |= _extended(pretrained, length, wanted.extend_theta or LEAST_THETA, changes)
     # Ids of new tokens follow the ids of previously added tokens.
     changes["add_tokens"] = [*dict.fromkeys([*pretrained.add_tokens, *wanted.add_tokens])]
     if "rope_parameters" in changes:
@@ -162,11 +164,13 @@ def merge(pretrained: ModelConfig, wanted: ModelConfig) -> ModelConfig:
     return merged
 
 
-def _extended(pretrained: ModelConfig, length: int, changes: dict[str, Any]) -> dict[str, Any]:
+def _extended(
+    pretrained: ModelConfig, length: int, least: float, changes: dict[str, Any]
+) -> dict[str, Any]:
     """Returns the keys that extend the checkpoint to `length` positions.
 
     The theta of rotary positions grows by the power `THETA_POWER` of the ratio of lengths, to at
-    least `LEAST_THETA` times that power of the ratio to `AT_LENGTH`.
+    least `least` times that power of the ratio to `AT_LENGTH`.
 
     Raises:
       ValueError: the checkpoint has no unscaled rotary positions and no learned ones, has as many
@@ -192,7 +196,7 @@ def _extended(pretrained: ModelConfig, length: int, changes: dict[str, Any]) -> 
             f"{key}: must be left out with {kind} positions; a checkpoint with scaled rotary "
             "positions takes model.rope_parameters and model.max_position_embeddings"
         )
-    starts = (full["rope_theta"], trained), (LEAST_THETA, AT_LENGTH)
+    starts = (full["rope_theta"], trained), (least, AT_LENGTH)
     theta = max(x * (length / at) ** THETA_POWER for x, at in starts)
     return keys | {"rope_parameters": {"rope_theta": float(f"{theta:.3g}")}}
 

@@ -214,7 +214,7 @@ def test_flags_of_rotary_positions_keep_the_checkpoints_theta(llama):
 
 
 def test_extend_to_sets_positions_and_theta(llama):
-    """By ProLong's rule, and to at least 6.4 million at 65,536 positions."""
+    """By ProLong's rule, and to at least 25.6 million at 65,536 positions."""
     plain = dict(rope_type="default", rope_theta=5e5)
     _, read = read_config(llama(rope_parameters=plain))
     wanted = ModelConfig(name_or_path="it", extend_to=8 * 2048)
@@ -222,12 +222,14 @@ def test_extend_to_sets_positions_and_theta(llama):
     assert merged.rope_parameters == plain | dict(rope_theta=8e6)
     assert merged.max_position_embeddings == 8 * 2048 and merged.extend_to is None
     smaller = replace(read, rope_parameters=plain | dict(rope_theta=1e5))
-    for length, theta in ((65536, 1.02e7), (4096, 2.52e5)):
+    for length, theta in ((65536, 2.56e7), (4096, 6.35e5)):
         extended = merge(smaller, replace(wanted, extend_to=length))
         assert extended.rope_parameters["rope_theta"] == theta
     smaller = replace(smaller, max_position_embeddings=8192)
     extended = merge(smaller, replace(wanted, extend_to=65536))
-    assert extended.rope_parameters["rope_theta"] == 6.4e6
+    assert extended.rope_parameters["rope_theta"] == 2.56e7
+    extended = merge(smaller, replace(wanted, extend_to=65536, extend_theta=8e6))
+    assert extended.rope_parameters["rope_theta"] == 8e6
     with pytest.raises(ValueError, match="must exceed the 16384 positions"):
         merge(merged, wanted)
     with pytest.raises(ValueError, match="sets model.rope_parameters; leave one of them out"):
@@ -256,12 +258,30 @@ def test_a_run_from_an_extended_run_keeps_its_positions(llama, tmp_path, monkeyp
     assert train([*flags, *extended, "--run_dir=first"]) == 0
     assert train([*flags, "--model.name_or_path=first", "--run_dir=second"]) == 0
     first = open_pretrained(ModelConfig(name_or_path="first")).config
-    assert first.max_position_embeddings == 128 and first.rope_parameters["rope_theta"] > 1e3
+    assert first.max_position_embeddings == 128 and first.rope_parameters["rope_theta"] == 6250
     shutil.rmtree("first")
     second = open_pretrained(ModelConfig(name_or_path="second")).config
     assert replace(second, name_or_path="first") == first
     conversion.to_hf("second", tmp_path / "out", dtype=None, max_shard_size="5GB")
     assert read_config(tmp_path / "out")[1].rope_parameters == first.rope_parameters
+
+
+def test_an_extended_run_of_an_older_version_keeps_its_theta(llama, tmp_path, monkeypatch):
+    """Whose config lacks model.extend_theta: in what it is used for, and when it goes on."""
+    monkeypatch.chdir(tmp_path)
+    base = llama(max_position_embeddings=64, rope_parameters=dict(rope_theta=1e3), vocab_size=512)
+    (tmp_path / "texts.txt").write_text("Some words. " * 400)
+    command = ["--data.path=texts.txt", "--data.tokenizer=byte", "--train.seq_len=128"]
+    command += ["--device=cpu", "--data.eval_fraction=0", "--run_dir=run"]
+    command += ["--model.extend_to=128", f"--model.name_or_path={base}"]
+    assert train([*command, "--train.max_steps=1", "--model.extend_theta=6.4e6"]) == 0
+    file = tmp_path / "run" / "config.yaml"
+    file.write_text(file.read_text().replace("  extend_theta: 6400000.0\n", ""))
+    assert "extend_theta" not in file.read_text()
+    for steps in (1, 2):
+        assert train([*command, f"--train.max_steps={steps}"]) == 0
+        kept = open_pretrained(ModelConfig(name_or_path="run")).config
+        assert kept.rope_parameters["rope_theta"] == 2520
 
 
 def test_the_scaling_is_that_of_full_attention(tmp_path):
