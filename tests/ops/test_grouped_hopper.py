@@ -16,7 +16,7 @@ OLD = version("jax").startswith("0.10.")
 # The last block has no expert, expert 1 no block. Inputs and outputs, which are tiles of 256 or of
 # 128; steps take the slots of shared memory more than once.
 OWNERS, X, ROWS = [0, 0, 2, 3], 3, grouped_hopper.ROWS
-SIZES = [(256, 128), (128, 256)]
+SIZES = [pytest.param(256, 128, marks=pytest.mark.thorough), (128, 256)]
 
 
 @pytest.fixture
