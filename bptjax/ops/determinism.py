@@ -54,7 +54,7 @@ def add_in_order(
     block first sums the values of equal indices, as a matrix product, and then adds each sum once.
     """
     (R, D), count = sums.shape, indices.size
-    size = min(BLOCK, count)
+    size = min(BLOCK, max(count, 1))
     padding = -count % size
     # Index R is out of range, so it adds nothing.
     indices = jnp.pad(indices.reshape(-1), (0, padding), constant_values=R)

@@ -17,7 +17,7 @@ from bptjax.ops.determinism import (
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("count, rows", [(2 * BLOCK + 1, 7), (BLOCK, 4000), (3, 1)])
+@pytest.mark.parametrize("count, rows", [(2 * BLOCK + 1, 7), (BLOCK, 4000), (3, 1), (0, 2)])
 def test_values_are_added_at_their_indices(count, rows, dtype):
     rng = np.random.default_rng(0)
     # The index `rows` is out of range.
