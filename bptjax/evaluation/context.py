@@ -160,9 +160,16 @@ class ContextTasks:
                 for row, settings in zip(rows, wanted, strict=True)
                 for key, value in settings.items()
             ]
+            # Earlier versions hid pass keys at this depth, which no row has now.
+            outdated = any("0.25" in row.get("by_depth", ()) for row in rows)
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             text = f"{self.file}: must hold the rows of --tasks; choose another --out"
             raise ValueError(text) from error
+        if outdated:
+            raise ValueError(
+                f"--out={self.args.out}: tasks.json has rows of passkey from an earlier version, "
+                "with keys at five depths; choose another --out"
+            )
         for key, earlier, value in pairs:
             if earlier != value:
                 raise ValueError(

@@ -303,6 +303,11 @@ def test_rows_are_kept_under_the_same_settings(command, capsys):
     code, asked, _ = command(*flags, "700", "--seed=1")
     assert code == 2 and not asked
     assert "tasks.json has rows with seed=0, not seed=1; choose" in capsys.readouterr().err
+    rows[0]["by_depth"] = {"0": 0, "0.25": 1, "0.5": 0, "0.75": 1}
+    (out / "tasks.json").write_text(json.dumps(rows))
+    code, asked, _ = command(*flags, "900")
+    assert code == 2 and not asked
+    assert "rows of passkey from an earlier version" in capsys.readouterr().err
     (out / "tasks.json").write_text("{")
     assert command(*flags, "700")[0] == 2
     assert "tasks.json: must hold the rows of an evaluation" in capsys.readouterr().err
