@@ -52,6 +52,11 @@ def check_choices(config: Any) -> None:
             f"model.extend_to={config.extend_to}: requires a checkpoint; set "
             "model.name_or_path, or model.max_position_embeddings instead"
         )
+    if config.extend_theta is not None and config.extend_to is None:
+        raise ValueError(
+            f"model.extend_theta={config.extend_theta}: requires model.extend_to; leave it out, or "
+            "set model.rope_parameters.rope_theta instead"
+        )
     for name in ("layer_types", "rope_layers"):
         entries = getattr(config, name)
         if entries is not None and len(entries) != config.num_layers:

@@ -244,6 +244,8 @@ def test_extend_to_sets_positions_and_theta(llama):
     assert learned.max_position_embeddings == 8 * 2048
     with pytest.raises(ValueError, match="requires a checkpoint"):
         ModelConfig(extend_to=100)
+    with pytest.raises(ValueError, match="model.extend_theta=8000000.0: requires model.extend_to"):
+        ModelConfig(name_or_path="it", extend_theta=8e6)
 
 
 @pytest.mark.thorough
