@@ -66,6 +66,7 @@ def test_a_run_may_be_resumed_with_and_without_it(arguments, tmp_path):
         acquire_run_dir(tmp_path, parse([*command, f"--train.deterministic={value}"]))
 
 
+@pytest.mark.thorough
 def test_on_a_cpu_it_changes_nothing(arguments, uninterrupted, tmp_path):
     assert main([*arguments, "--train.deterministic=true", f"--run_dir={tmp_path / 'run'}"]) == 0
     for name in ("train/loss", "eval/loss"):

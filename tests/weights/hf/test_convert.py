@@ -268,6 +268,7 @@ def test_a_run_from_an_extended_run_keeps_its_positions(llama, tmp_path, monkeyp
     assert read_config(tmp_path / "out")[1].rope_parameters == first.rope_parameters
 
 
+@pytest.mark.thorough
 def test_an_extended_run_of_an_older_version_keeps_its_theta(llama, tmp_path, monkeypatch):
     """Whose config lacks model.extend_theta: in what it is used for, and when it goes on."""
     monkeypatch.chdir(tmp_path)
