@@ -270,7 +270,7 @@ def test_a_run_from_an_extended_run_keeps_its_positions(llama, tmp_path, monkeyp
 
 @pytest.mark.thorough
 def test_an_extended_run_of_an_older_version_keeps_its_theta(llama, tmp_path, monkeypatch):
-    """Whose config lacks model.extend_theta: in what it is used for, and when it goes on."""
+    """Its config lacks model.extend_theta. Opening and resuming it use the old value."""
     monkeypatch.chdir(tmp_path)
     base = llama(max_position_embeddings=64, rope_parameters=dict(rope_theta=1e3), vocab_size=512)
     (tmp_path / "texts.txt").write_text("Some words. " * 400)
