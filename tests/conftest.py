@@ -138,7 +138,7 @@ def few_programs(programs):
 
 # Few tests that take long, many of them waiting. Other files come by their number of tests.
 LONG = "test_hosts.py", "test_extension.py", "test_gemma4.py", "test_images.py"
-# Its tests wait as well, so it runs beside a file that computes.
+# Another file whose tests mostly wait. It comes later, beside tests that compute.
 LATER = "test_members.py"
 
 

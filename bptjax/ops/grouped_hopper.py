@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int
 
+from bptjax.ops.grouped_triton import block_ranges
 from bptjax.ops.target import capability, is_absent, stand_in
 
 HOPPER = (9, 0)
@@ -48,9 +49,7 @@ def matrix_gradients(
     x: Float[Array, "M I"], dy: Float[Array, "M O"], w: Float[Array, "X I O"], experts: Array
 ) -> Float[Array, "X I O"]:
     """Sums xᵀ · dy over each expert's blocks, which are contiguous."""
-    each = jnp.arange(len(w), dtype=experts.dtype)
-    ranges = [jnp.searchsorted(experts, each, side=side) for side in ("left", "right")]
-    steps = jnp.stack(ranges, 1).astype(jnp.int32) * (ROWS // DEPTH)
+    steps = block_ranges(experts, len(w)) * (ROWS // DEPTH)
     return _call("gradient", (x, dy), steps, jax.ShapeDtypeStruct(w.shape, w.dtype))
 
 

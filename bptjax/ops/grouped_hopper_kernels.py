@@ -33,22 +33,26 @@ def multiply(
     """As `grouped_hopper.multiply`."""
     inputs, across = x.shape[1], shape.shape[1] // width
 
+    def place(tile: Array) -> tuple[Array, Any, Any]:
+        """Returns the block, its rows, and the outputs of a tile."""
+        block, column = lax.div(tile, across), lax.rem(tile, across)
+        return block, pl.ds(block * ROWS, ROWS), pl.ds(column * width, width)
+
     def steps(experts: Any, tile: Array) -> Array:
-        return jnp.where(experts[lax.div(tile, across)] < len(w), inputs // DEPTH, 0)
+        block, _, _ = place(tile)
+        return jnp.where(experts[block] < len(w), inputs // DEPTH, 0)
 
     def sources(x: Any, w: Any, experts: Any, tile: Array, step: Array) -> tuple[Any, Any]:
-        block, column = lax.div(tile, across), lax.rem(tile, across)
-        inner, outer = pl.ds(step * DEPTH, DEPTH), pl.ds(column * width, width)
+        (block, rows, outer), inner = place(tile), pl.ds(step * DEPTH, DEPTH)
         matrix = w.at[experts[block]]
-        columns = matrix.at[outer, inner] if transposed else matrix.at[inner, outer]
-        return x.at[pl.ds(block * ROWS, ROWS), inner], columns
+        return x.at[rows, inner], matrix.at[(outer, inner) if transposed else (inner, outer)]
 
     def product(sums: Any, rows: Any, matrix: Any, half: Any) -> None:
         plgpu.wgmma(sums, rows.at[half], matrix.transpose((1, 0)) if transposed else matrix)
 
     def target(y: Any, tile: Array) -> Any:
-        block, column = lax.div(tile, across), lax.rem(tile, across)
-        return y.at[pl.ds(block * ROWS, ROWS), pl.ds(column * width, width)]
+        _, rows, outer = place(tile)
+        return y.at[rows, outer]
 
     tiles = (ROWS, DEPTH), (width, DEPTH) if transposed else (DEPTH, width)
     count = len(experts) * across

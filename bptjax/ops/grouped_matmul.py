@@ -8,6 +8,7 @@ experts.
 Gale et al. 2022, MegaBlocks, https://arxiv.org/abs/2211.15841, Section 5.
 """
 
+from types import ModuleType
 from typing import NamedTuple
 
 import jax
@@ -118,10 +119,16 @@ def grouped_matmul(
     return _multiply(x, w, experts, transposed=False)
 
 
+def _kernels(x: Array, w: Array, experts: Array) -> ModuleType | None:
+    """Returns the kernels for these operands, or None for the loop over the blocks."""
+    if not grouped_triton.available():
+        return None
+    return grouped_hopper if grouped_hopper.suits(x, w, len(experts)) else grouped_triton
+
+
 def _multiply(x: Array, w: Array, experts: Array, transposed: bool) -> Array:
     """Multiplies each block by its expert's matrix, transposed if `transposed`."""
-    if grouped_triton.available():
-        kernels = grouped_hopper if grouped_hopper.suits(x, w, len(experts)) else grouped_triton
+    if kernels := _kernels(x, w, experts):
         return kernels.multiply(x, w, experts, transposed)
     contracted = ((1,), (1 if transposed else 0,)), ((), ())
 
@@ -137,8 +144,7 @@ def _multiply(x: Array, w: Array, experts: Array, transposed: bool) -> Array:
 
 def _matrix_gradients(x: Array, dy: Array, w: Array, experts: Array) -> Array:
     """Sums xᵀ · dy over the blocks of each expert."""
-    if grouped_triton.available():
-        kernels = grouped_hopper if grouped_hopper.suits(x, w, len(experts)) else grouped_triton
+    if kernels := _kernels(x, w, experts):
         return kernels.matrix_gradients(x, dy, w, experts)
 
     def add(sums, block):

@@ -83,8 +83,6 @@ def matrix_gradients(
     """Sums xᵀ · dy over each expert's blocks, which are contiguous."""
     (X, K, N), M = w.shape, len(x)
     bn, bk, warps, stages = _tile("gradient", x, dy)
-    each = jnp.arange(X, dtype=experts.dtype)
-    ranges = [jnp.searchsorted(experts, each, side=side) for side in ("left", "right")]
     block = M // len(experts)
     step = min(block, GRADIENT_ROWS)
     constants = Constants(X, K, N, step, bn, bk, N, 1)
@@ -92,8 +90,15 @@ def matrix_gradients(
         stages = 1
     grid = -(-N // bn), -(-K // bk), X
     shapes = (jax.ShapeDtypeStruct(w.shape, w.dtype),)
-    inputs = x, dy, jnp.stack(ranges, 1).astype(jnp.int32) * (block // step)
+    inputs = x, dy, block_ranges(experts, X) * (block // step)
     return CALL("gradient", inputs, shapes, grid, warps, stages, constants)[0]
+
+
+def block_ranges(experts: Int[Array, "n"], X: int) -> Int[Array, "X 2"]:
+    """Returns the first block of each expert and the block after its last, int32."""
+    each = jnp.arange(X, dtype=experts.dtype)
+    ends = [jnp.searchsorted(experts, each, side=side) for side in ("left", "right")]
+    return jnp.stack(ends, 1).astype(jnp.int32)
 
 
 def _tile(kernel: str, x: Array, other: Array) -> tuple[int, int, int, int]:

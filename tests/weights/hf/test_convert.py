@@ -248,15 +248,22 @@ def test_extend_to_sets_positions_and_theta(llama):
         ModelConfig(name_or_path="it", extend_theta=8e6)
 
 
-@pytest.mark.thorough
-def test_a_run_from_an_extended_run_keeps_its_positions(llama, tmp_path, monkeypatch):
-    """Also where the first run is gone."""
+@pytest.fixture
+def extension(llama, tmp_path, monkeypatch):
+    """Flags of any run in the current directory, and those of a run that extends a model."""
     monkeypatch.chdir(tmp_path)
     base = llama(max_position_embeddings=64, rope_parameters=dict(rope_theta=1e3), vocab_size=512)
     (tmp_path / "texts.txt").write_text("Some words. " * 400)
     flags = ["--data.path=texts.txt", "--data.tokenizer=byte", "--train.seq_len=128"]
-    flags += ["--device=cpu", "--train.max_steps=1", "--data.eval_fraction=0"]
-    extended = ["--model.extend_to=128", f"--model.name_or_path={base}"]
+    flags += ["--device=cpu", "--data.eval_fraction=0"]
+    return flags, ["--model.extend_to=128", f"--model.name_or_path={base}"]
+
+
+@pytest.mark.thorough
+def test_a_run_from_an_extended_run_keeps_its_positions(extension, tmp_path):
+    """Also where the first run is gone."""
+    flags, extended = extension
+    flags += ["--train.max_steps=1"]
     assert train([*flags, *extended, "--run_dir=first"]) == 0
     assert train([*flags, "--model.name_or_path=first", "--run_dir=second"]) == 0
     first = open_pretrained(ModelConfig(name_or_path="first")).config
@@ -269,14 +276,10 @@ def test_a_run_from_an_extended_run_keeps_its_positions(llama, tmp_path, monkeyp
 
 
 @pytest.mark.thorough
-def test_an_extended_run_of_an_older_version_keeps_its_theta(llama, tmp_path, monkeypatch):
+def test_an_extended_run_of_an_older_version_keeps_its_theta(extension, tmp_path):
     """Its config lacks model.extend_theta. Opening and resuming it use the old value."""
-    monkeypatch.chdir(tmp_path)
-    base = llama(max_position_embeddings=64, rope_parameters=dict(rope_theta=1e3), vocab_size=512)
-    (tmp_path / "texts.txt").write_text("Some words. " * 400)
-    command = ["--data.path=texts.txt", "--data.tokenizer=byte", "--train.seq_len=128"]
-    command += ["--device=cpu", "--data.eval_fraction=0", "--run_dir=run"]
-    command += ["--model.extend_to=128", f"--model.name_or_path={base}"]
+    flags, extended = extension
+    command = [*flags, *extended, "--run_dir=run"]
     assert train([*command, "--train.max_steps=1", "--model.extend_theta=6.4e6"]) == 0
     file = tmp_path / "run" / "config.yaml"
     file.write_text(file.read_text().replace("  extend_theta: 6400000.0\n", ""))
