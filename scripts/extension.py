@@ -77,17 +77,15 @@ VARIANTS: dict[str, list[str]] = {
     "concat": ["--data.packing=concat"],
     "lora": LORA,
     "lora_embeddings": [*LORA, "--adapter.modules_to_save=[embed_tokens]"],
+    "chats_10": mixed(0.1),
+    "chats_25": mixed(0.25),
 }
-# Variants that differ from `fewer_steps` in their own keys only.
-MIXTURES = {"chats_10": mixed(0.1), "chats_25": mixed(0.25)}
+# Also with as many steps as `fewer_steps`, under names that end in _50.
 FEWER = (
     *("theta_seed_1", "theta_seed_2", "smaller_theta", "larger_theta", "yarn", "llama3", "linear"),
-    *("low_rate", "concat", "lora", "lora_embeddings"),
+    *("low_rate", "concat", "lora", "lora_embeddings", "chats_10", "chats_25"),
 )
-VARIANTS |= {
-    name: [*VARIANTS["fewer_steps"], *own]
-    for name, own in (MIXTURES | {f"{name}_50": VARIANTS[name] for name in FEWER}).items()
-}
+VARIANTS |= {f"{name}_50": [*VARIANTS["fewer_steps"], *VARIANTS[name]] for name in FEWER}
 
 
 def lengths(longest: int, shortest: int) -> list[str]:

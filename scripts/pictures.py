@@ -24,6 +24,9 @@ from measurements import (
     tokens,
 )
 
+from bptjax.evaluation.context import draw_scores
+from bptjax.evaluation.perplexity import draw_perplexity
+
 
 def draw(file: Path, names: list[str], panels: dict[str, list[dict[str, float]]]) -> None:
     """Draws a panel for each title, with a group of bars for each name."""
@@ -105,52 +108,20 @@ def draw_memory_curves(file: Path, T: int = 32_768) -> None:
     FigureCanvasAgg(figure).print_png(file)
 
 
-def draw_extension(file: Path, rows: list[dict], after: str, again: str | None = None) -> None:
-    """Draws the perplexity by position, and the share of pass keys found by length, of a model
-    before and after its context was extended. A model without perplexities has no curve of them;
-    those before are of other documents.
+def draw_extension(file: Path, rows: list[dict], models: dict[str, str]) -> None:
+    """Draws the plots of `bptjax evaluate` side by side: perplexity by position, and the share of
+    pass keys found by length. Of models without perplexities, pass keys only.
 
     Args:
-      after: name of the extended model in the rows.
-      again: name of a model extended with another seed. Only its pass keys are drawn, because its
-        perplexities are nearly the same.
+      models: label of each model by its name in the rows.
     """
-    figure = Figure(figsize=(11, 4), layout="constrained")
+    rows = [dict(model=models[r["variant"]]) | r for r in rows if r["variant"] in models]
+    length = {name: "trained" if name == "before" else "length_trained" for name in models}
+    trained = {r["model"]: r[length[r["variant"]]] for r in rows}
+    figure = Figure(figsize=(11, 4.4), layout="constrained")
     left, right = figure.subplots(1, 2)
-    models = [("before", "before", "0.6"), (after, "after", "tab:blue")]
-    models += [(again, "after, another seed", "tab:orange")] if again else []
-    for variant, label, color in models:
-        own = [r for r in rows if r["variant"] == variant]
-        curve = [r for r in own if r["measure"] == "perplexity"]
-        at = [(r["start"] + r["end"]) / 2 for r in curve]
-        if curve and variant != again:
-            of = f"{label}, other documents" if variant == "before" else label
-            left.plot(at, [r["perplexity"] for r in curve], "o-", color=color, label=of)
-        if curve and variant == "before":
-            # Perplexities are in the thousands beyond the length before.
-            left.set_yscale("log")
-        if variant == after:
-            short = f"after, last {curve[0]['short_context']:,} tokens only"
-            values = [r["short_perplexity"] for r in curve]
-            left.plot(at, values, "o--", color=color, alpha=0.5, label=short)
-        keys = [r for r in own if r["measure"] == "passkey"]
-        scores, at = [r["score"] for r in keys], [r["length"] for r in keys]
-        around = [[r["score"] - r["low"], r["high"] - r["score"]] for r in keys]
-        right.errorbar(
-            at, scores, list(zip(*around, strict=True)), fmt="o-", color=color, label=label
-        )
-    left.set(xlabel="position (tokens)", ylabel="perplexity")
-    left.set_title("Perplexity of held-out source code")
-    right.set(
-        xlabel="prompt length (tokens)", ylabel="share of pass keys found", ylim=(-0.03, 1.03)
-    )
-    right.set_xscale("log", base=2)
-    lengths = sorted({r["length"] for r in rows if r["measure"] == "passkey"})
-    right.set_xticks(lengths, [f"{n // 1024}K" for n in lengths])
-    right.set_title("Pass keys found, with 95 % intervals")
-    for axes in (left, right):
-        axes.axvline(rows[0]["trained"], color="0.8", zorder=0)
-        axes.legend()
+    draw_perplexity(left, [r for r in rows if r["measure"] == "perplexity"], trained)
+    draw_scores(right, [r for r in rows if r["measure"] == "passkey"], trained)
     FigureCanvasAgg(figure).print_png(file)
 
 
@@ -222,10 +193,12 @@ def main() -> None:
     draw_clipping(RESULTS / "clip_losses_h200.png", "clip_losses_h200.json")
     draw_preferences(RESULTS / "preferences_h200.png", "preferences_h200.jsonl")
     h200, h100 = read("extension_h200.jsonl"), read("extension_h100.jsonl")
-    draw_extension(RESULTS / "extension_h200.png", h200, "theta", "theta_seed_1")
+    models = {"before": "before", "theta": "after"}
+    draw_extension(RESULTS / "extension_h200.png", h200, models)
     keys = [r for r in h200 if (r["variant"], r["measure"]) == ("before", "passkey")]
     longer = [r for r in h100 if r["length_trained"] == 131_072]
-    draw_extension(RESULTS / "extension_128k_h100.png", keys + longer, "fewer_steps")
+    models = {"before": "before", "fewer_steps": "after"}
+    draw_extension(RESULTS / "extension_128k_h100.png", longer + keys, models)
     draw_beside_peer(RESULTS / "extension_peer_h200.png", "extension_peer_h200.json")
     draw_in_less_memory(RESULTS / "less_memory_h200.png")
     draw_memory_curves(RESULTS / "memory_speed_h200.png")

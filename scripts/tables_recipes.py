@@ -10,8 +10,8 @@ from bptjax.tasks import TASKS
 EXTENSION = "extension_h200.jsonl", "extension_h100.jsonl"
 # Names of ways to extend a context in tables; of others, theta is named.
 WAYS = {
-    "chats_10": "a tenth chats",
-    "chats_25": "a quarter chats",
+    "chats_10_50": "a tenth chats",
+    "chats_25_50": "a quarter chats",
     "theta_seed_1": "theta 25.6 million, another seed",
     "theta_seed_1_50": "another seed",
     "smaller_theta_50": "theta 1.6 million",
@@ -32,7 +32,7 @@ MODELS = {
     ("fewer_steps", 65536): "after 50 steps, theta 6.4 million",
     ("fewer_steps", 131072): "after 50 steps of 131,072, theta 16.1 million",
     ("low_rate_50", 65536): "after 50 steps, theta 6.4 million, learning rate 3e-5",
-    ("chats_25", 65536): "after 50 steps, theta 6.4 million, a quarter chats",
+    ("chats_25_50", 65536): "after 50 steps, theta 6.4 million, a quarter chats",
     ("fewer_steps", 32768): "after 50 steps of 32,768",
     **{(way, 32768): f"after 50 steps of 32,768, {name}" for way, name in WAYS.items()},
     ("smaller_theta_200_steps", 65536): "after 200 steps, theta 1.6 million",

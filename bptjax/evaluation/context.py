@@ -14,7 +14,7 @@ from rich.table import Table
 
 from bptjax.data.templates import describe_clock_and_chance
 from bptjax.data.tokenizer import Tokenizer
-from bptjax.evaluation.plots import mark, new_figure
+from bptjax.evaluation.plots import finish, mark, mark_trained, new_figure
 from bptjax.evaluation.protocol import by_model, directory
 from bptjax.models.decoder import Decoder
 from bptjax.run.output import plural, write_atomically
@@ -61,10 +61,15 @@ def _grid(rows: list[dict[str, Any]], form: str) -> tuple[list[int], list[str], 
 
 
 def plot_context(rows: list[dict[str, Any]], file: Path, trained: dict[str, int]) -> None:
-    """Plots scores by length and task, in a panel per model. A line separates lengths beyond the
-    trained length."""
+    """Plots the scores of one task by length, and those of several by length and task, in a panel
+    per model, where a line separates lengths beyond the trained length."""
     lengths, names, _ = _grid(rows, "")
     models = by_model(rows)
+    if len(names) == 1:
+        figure, (axes,) = new_figure(height=4.3)
+        draw_scores(axes, rows, trained)
+        figure.savefig(file, dpi=120)
+        return
     figure, panels = new_figure(max(6.0, 0.8 * len(lengths) + 4), len(models))
     for axes, (label, some) in zip(panels, models.items(), strict=True):
         grid = np.full((len(names), len(lengths)), np.nan)
@@ -84,6 +89,30 @@ def plot_context(rows: list[dict[str, Any]], file: Path, trained: dict[str, int]
             mark(axes, within - 0.5, f"trained length, {each:,}")
             axes.legend(fontsize="small", loc="upper right")
     figure.savefig(file, dpi=120)
+
+
+def draw_scores(axes: Any, rows: list[dict[str, Any]], trained: dict[str, int]) -> None:
+    """Draws the scores of one task, with their intervals, against the length of prompts, for each
+    model. Lines mark trained lengths, in tokens."""
+    lengths, (task,), _ = _grid(rows, "")
+    models = by_model(rows)
+    for i, (label, some) in enumerate(models.items()):
+        some = sorted(some, key=lambda row: row["length"])
+        scores = [row["score"] for row in some]
+        ends = [
+            [row["score"] - row["low"] for row in some],
+            [row["high"] - row["score"] for row in some],
+        ]
+        at = [row["length"] for row in some]
+        axes.errorbar(at, scores, ends, fmt="o-", color=f"C{i}", linewidth=2, label=label)
+        names = [label] if len(models) > 1 else []
+        mark_trained(axes, trained.get(some[0]["model"]), lengths[-1], names, f"C{i}")
+    axes.set(xlabel="prompt length (tokens)", ylabel="score", ylim=(-0.03, 1.03))
+    axes.set(title=f"{task}, with 95 % intervals")
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(lengths, [f"{n:,}" for n in lengths])
+    axes.minorticks_off()
+    finish(axes, len(models))
 
 
 def _checksum(text: str) -> str:

@@ -19,7 +19,7 @@ from bptjax.data.sample import random_order
 from bptjax.data.stream import Stream
 from bptjax.data.text import Subset, open_documents
 from bptjax.data.tokenizer import Tokenizer
-from bptjax.evaluation.plots import mark, new_figure
+from bptjax.evaluation.plots import finish, mark_trained, new_figure
 from bptjax.evaluation.protocol import by_model
 from bptjax.models.decoder import Decoder
 from bptjax.models.execution import Execution
@@ -244,9 +244,16 @@ def _long_perplexity(rows: list[dict[str, Any]]) -> str:
 
 
 def plot_perplexity(rows: list[dict[str, Any]], file: Path, trained: dict[str, int]) -> None:
-    """Plots perplexity against position, for each model. Lines mark trained lengths, in tokens."""
+    """Plots perplexity against position, for each model."""
+    figure, (axes,) = new_figure(height=4.8)
+    draw_perplexity(axes, rows, trained)
+    figure.savefig(file, dpi=120)
+
+
+def draw_perplexity(axes: Any, rows: list[dict[str, Any]], trained: dict[str, int]) -> None:
+    """Draws the perplexity of each model against the position. Lines mark trained lengths, in
+    tokens."""
     short, models = rows[0].get("short_context"), by_model(rows)
-    figure, (axes,) = new_figure(height=3.8 + 0.5 * (len(models) - 1 + bool(short)))
     (ranges, *_) = models.values()
     edges = [row["start"] for row in ranges] + [ranges[-1]["end"]]
     how: dict[str, Any] = dict(baseline=None, linewidth=2)
@@ -258,19 +265,13 @@ def plot_perplexity(rows: list[dict[str, Any]], file: Path, trained: dict[str, i
             dashed = dict(label=", ".join([*names, f"last {short:,} tokens only"]), linestyle="--")
             values = [row["short_perplexity"] for row in some]
             axes.stairs(values, edges, color=f"C{i}", **dashed, **how)
-        length = trained.get(some[0]["model"])
-        # A mark far beyond the data would squeeze the plot.
-        if length is not None and length <= 1.25 * edges[-1]:
-            mark(axes, length, ", ".join([*names, f"trained length, {length:,}"]), f"C{i}")
-    if any(axes.get_legend_handles_labels()):
-        # Curves may go anywhere in the axes.
-        figure.legend(fontsize="small", loc="outside lower center")
+        mark_trained(axes, trained.get(some[0]["model"]), edges[-1], names, f"C{i}")
     axes.set(xlabel="position (tokens)", ylabel="perplexity", title=_title(rows))
+    axes.xaxis.set_major_formatter("{x:,.0f}")
     values = [row["perplexity"] for row in rows]
     if max(values) > LOG_SCALE * min(values):
         axes.set_yscale("log")
-    axes.grid(alpha=0.3)
-    figure.savefig(file, dpi=120)
+    finish(axes, len(models))
 
 
 class Perplexity:

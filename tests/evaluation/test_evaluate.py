@@ -315,8 +315,9 @@ def test_tables_and_plots_of_two_models(tmp_path, monkeypatch):
         ("C0", 40),
         ("C1", 80),
     ]
-    assert axes.get_legend() is None, "it would cover curves"
-    (legend,) = axes.figure.legends
+    axes.figure.canvas.draw()
+    legend = axes.get_legend()
+    assert legend.get_window_extent().y1 < axes.get_window_extent().y0, "it covers no curve"
     labels = [text.get_text() for text in legend.get_texts()]
     assert labels[3:] == [
         "extended, full context",
@@ -337,14 +338,20 @@ def test_plots_mark_the_trained_length(tmp_path, monkeypatch):
     none, marked, beyond = saved
     assert [len(axes.lines) for axes in (none, beyond)] == [0, 0]
     assert list(marked.lines[0].get_xdata()) == [40, 40]
-    assert marked.figure.legends[0].get_texts()[0].get_text() == "trained length, 40"
-    assert not none.figure.legends
+    assert marked.get_legend().get_texts()[0].get_text() == "trained length, 40"
+    assert none.get_legend() is None
     context.plot_context(scores([32, 64, 128], ["passkey", "record"]), tmp_path, dict(it=64))
     axes = saved[-1]
     assert list(axes.lines[0].get_xdata()) == [1.5, 1.5]
     assert [text.get_text() for text in axes.texts] == [
         *("0.00", "0.12", "0.12", "0.25", "0.25", "0.38")
     ]
+    # Of one task, curves.
+    rows = scores([128, 64, 32], ["passkey"])
+    context.plot_context(rows, tmp_path, dict(it=64))
+    curve, *_, marked = saved[-1].lines
+    assert list(curve.get_xdata()) == [32, 64, 128] and list(marked.get_xdata()) == [64, 64]
+    assert list(curve.get_ydata()) == [row["score"] for row in reversed(rows)]
 
 
 def test_the_trained_length_is_that_of_the_run_or_the_checkpoint(tmp_path, model):
