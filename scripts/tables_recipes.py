@@ -10,9 +10,13 @@ from bptjax.tasks import TASKS
 EXTENSION = "extension_h200.jsonl", "extension_h100.jsonl"
 # Names of ways to extend a context in tables; of others, theta is named.
 WAYS = {
+    "concat_50": "theta 10.2 million, documents not masked",
+    "few_steps": "theta 10.2 million, 10 steps",
+    "chats_10": "a tenth chats",
     "chats_10_50": "a tenth chats",
     "chats_25_50": "a quarter chats",
     "theta_seed_1": "theta 25.6 million, another seed",
+    "theta_seed_2": "theta 25.6 million, third seed",
     "theta_seed_1_50": "another seed",
     "smaller_theta_50": "theta 1.6 million",
     "larger_theta_50": "theta 25.6 million",
@@ -26,6 +30,8 @@ MODELS = {
     ("before", 65536): "before",
     ("theta", 65536): "after",
     ("theta_seed_1", 65536): "after, another seed",
+    ("theta_seed_2", 65536): "after, third seed",
+    ("chats_10", 65536): "after, a tenth chats",
     ("largest_theta", 65536): "after, theta 102.4 million",
     ("medium_theta", 65536): "after 200 steps, theta 6.4 million",
     ("medium_theta_again", 65536): "after 200 steps, theta 6.4 million, second run",
@@ -35,6 +41,7 @@ MODELS = {
     ("chats_25_50", 65536): "after 50 steps, theta 6.4 million, a quarter chats",
     ("fewer_steps", 32768): "after 50 steps of 32,768",
     **{(way, 32768): f"after 50 steps of 32,768, {name}" for way, name in WAYS.items()},
+    ("few_steps", 32768): "after 10 steps of 32,768, theta 10.2 million",
     ("smaller_theta_200_steps", 65536): "after 200 steps, theta 1.6 million",
 }
 
@@ -52,8 +59,7 @@ def perplexity(name: str) -> str:
 
 
 def extension_perplexity() -> str:
-    """The perplexity by position of a model before and after its context was extended. Before was
-    measured on other documents."""
+    """The perplexity by position of a model before and after its context was extended."""
     rows = [r for r in read(EXTENSION[0]) if r["measure"] == "perplexity"]
     before, after = ([r for r in rows if r["variant"] == x] for x in ("before", "theta"))
     short = f"after, last {after[0]['short_context']:,} tokens only"
@@ -66,7 +72,7 @@ def extension_perplexity() -> str:
         ]
         for x, y in zip(before, after, strict=True)
     ]
-    return table(["positions", "before, other documents", "after", short], body)
+    return table(["positions", "before", "after", short], body)
 
 
 def extension_rows() -> list[Row]:
@@ -138,18 +144,17 @@ def extension_ways() -> str:
 
 def extension_chats() -> str:
     """The loss on chats that the model wrote before its context was extended."""
-    found = {
-        (r["variant"], r["length_trained"]): r["loss"]
-        for r in extension_rows()
-        if r["measure"] == "chats"
-    }
+    rows = [r for r in extension_rows() if r["measure"] == "chats"]
     body = []
-    # Chats of models trained on 32,768 tokens are others than those of longer ones.
-    for chats, lengths in ((180, (65536, 131072)), (131, (32768,))):
-        before = found["before", lengths[0]]
+    # Some models were measured on other chats.
+    for chats in dict.fromkeys(r["records"] for r in rows):
+        found = {
+            (r["variant"], r["length_trained"]): r["loss"] for r in rows if r["records"] == chats
+        }
+        (before,) = (loss for (variant, _), loss in found.items() if variant == "before")
         body.append([str(chats), "before", f"{before:.3f}", ""])
         for of, name in MODELS.items():
-            if of in found and of[1] in lengths and of[0] != "before":
+            if of in found and of[0] != "before":
                 body.append([str(chats), name, f"{found[of]:.3f}", f"{found[of] - before:+.3f}"])
     return table(["held-out chats", "model", "loss (nats per token)", "change"], body)
 
