@@ -118,7 +118,7 @@ def draw_extension(file: Path, rows: list[dict], models: dict[str, str]) -> None
     rows = [dict(model=models[r["variant"]]) | r for r in rows if r["variant"] in models]
     length = {name: "trained" if name == "before" else "length_trained" for name in models}
     trained = {r["model"]: r[length[r["variant"]]] for r in rows}
-    figure = Figure(figsize=(11, 4.4), layout="constrained")
+    figure = Figure(figsize=(11, 5), layout="constrained")
     left, right = figure.subplots(1, 2)
     draw_perplexity(left, [r for r in rows if r["measure"] == "perplexity"], trained)
     draw_scores(right, [r for r in rows if r["measure"] == "passkey"], trained)

@@ -66,7 +66,7 @@ def plot_context(rows: list[dict[str, Any]], file: Path, trained: dict[str, int]
     lengths, names, _ = _grid(rows, "")
     models = by_model(rows)
     if len(names) == 1:
-        figure, (axes,) = new_figure(height=4.3)
+        figure, (axes,) = new_figure(height=3.8 + 0.4 * len(models))
         draw_scores(axes, rows, trained)
         figure.savefig(file, dpi=120)
         return
@@ -99,9 +99,10 @@ def draw_scores(axes: Any, rows: list[dict[str, Any]], trained: dict[str, int]) 
     for i, (label, some) in enumerate(models.items()):
         some = sorted(some, key=lambda row: row["length"])
         scores = [row["score"] for row in some]
+        # An end of an interval may differ from an equal score by rounding, in either direction.
         ends = [
-            [row["score"] - row["low"] for row in some],
-            [row["high"] - row["score"] for row in some],
+            [max(row["score"] - row["low"], 0.0) for row in some],
+            [max(row["high"] - row["score"], 0.0) for row in some],
         ]
         at = [row["length"] for row in some]
         axes.errorbar(at, scores, ends, fmt="o-", color=f"C{i}", linewidth=2, label=label)
@@ -112,7 +113,7 @@ def draw_scores(axes: Any, rows: list[dict[str, Any]], trained: dict[str, int]) 
     axes.set_xscale("log", base=2)
     axes.set_xticks(lengths, [f"{n:,}" for n in lengths])
     axes.minorticks_off()
-    finish(axes, len(models))
+    finish(axes)
 
 
 def _checksum(text: str) -> str:

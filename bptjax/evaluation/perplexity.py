@@ -245,7 +245,8 @@ def _long_perplexity(rows: list[dict[str, Any]]) -> str:
 
 def plot_perplexity(rows: list[dict[str, Any]], file: Path, trained: dict[str, int]) -> None:
     """Plots perplexity against position, for each model."""
-    figure, (axes,) = new_figure(height=4.8)
+    curves = len(by_model(rows)) * (2 if rows[0].get("short_context") else 1)
+    figure, (axes,) = new_figure(height=3.8 + 0.3 * curves)
     draw_perplexity(axes, rows, trained)
     figure.savefig(file, dpi=120)
 
@@ -271,7 +272,7 @@ def draw_perplexity(axes: Any, rows: list[dict[str, Any]], trained: dict[str, in
     values = [row["perplexity"] for row in rows]
     if max(values) > LOG_SCALE * min(values):
         axes.set_yscale("log")
-    finish(axes, len(models))
+    finish(axes)
 
 
 class Perplexity:

@@ -30,9 +30,8 @@ def mark(axes: Any, x: float, label: str, color: str = "black") -> None:
     axes.axvline(x, color=color, linestyle=":", linewidth=2, label=label)
 
 
-def finish(axes: Any, models: int) -> None:
+def finish(axes: Any) -> None:
     """Adds a grid, and a legend below the axes, in which curves may go anywhere."""
     axes.grid(alpha=0.3)
     if any(axes.get_legend_handles_labels()):
-        how: dict[str, Any] = dict(loc="upper center", bbox_to_anchor=(0.5, -0.15))
-        axes.legend(fontsize="small", ncols=models, **how)
+        axes.legend(fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.15))

@@ -348,6 +348,7 @@ def test_plots_mark_the_trained_length(tmp_path, monkeypatch):
     ]
     # Of one task, curves.
     rows = scores([128, 64, 32], ["passkey"])
+    rows[0] |= dict(score=1.0, high=1 - 1e-16)
     context.plot_context(rows, tmp_path, dict(it=64))
     curve, *_, marked = saved[-1].lines
     assert list(curve.get_xdata()) == [32, 64, 128] and list(marked.get_xdata()) == [64, 64]
