@@ -130,8 +130,9 @@ def blockwise(
     A single chunk is computed as plain `f(params, x)`, and remat policies see its activations.
 
     The residuals of the backward pass are only `params` and `x`. The backward pass reruns `f` chunk
-    by chunk, and accumulates the gradients of differentiated `params` in float32. Put norm and
-    residual inside `f`: then nothing wider than `x` exists at full length.
+    by chunk, and accumulates the gradients of differentiated `params` in float32. Gradients of `x`
+    overwrite cotangents of their shape, and equal ones are one array. Put norm and residual inside
+    `f`: then nothing wider than `x` exists at full length.
 
     Args:
       f: takes `params` and a chunk of `x`, returns a pytree of `[B, chunk, ...]`. It must not close
@@ -210,24 +211,32 @@ def _backward(f, chunk, axes, placements, residuals, cotangents):
     def local(params, x, dy, dsums, axes):
         floats, with_params = _partition(params, differentiated.leaves)
         sums = [jnp.zeros_like(p, jnp.float32) for p in floats]
+        places: list[int] = []
 
-        def add(sums, chunks):
-            x, dy, inside = chunks
+        def add(carry, chunks):
+            (sums, dy), (i, x, inside) = carry, chunks
             x_floats, with_x = _partition(x)
+            own: list[Array] = [jax.lax.dynamic_index_in_dim(d, i, keepdims=False) for d in dy]
 
             def run(p, y):
                 y, aux = f(with_params(p), with_x(y), inside)
                 return _partition(y)[0], jax.tree.leaves(aux)
 
             _, pull = jax.vjp(run, floats, x_floats)
-            dparams, dx = pull((dy, dsums))
-            return [s + d.astype(jnp.float32) for s, d in zip(sums, dparams, strict=True)], dx
+            dparams, dx = pull((own, dsums))
+            sums = [s + d.astype(jnp.float32) for s, d in zip(sums, dparams, strict=True)]
+            places[:], unique = _unique(dx, own)
+            dy = [d if y is None else d.at[i].set(y) for d, y in zip(dy, unique, strict=False)]
+            return (sums, dy), unique[len(dy) :]
 
         # Padded tokens get a zero cotangent.
-        chunks = _split_tree(x, chunk), _split_tree(dy, chunk, mode="constant")
-        sums, dx = jax.lax.scan(add, sums, (*chunks, _inside(chunk, T)))
+        dy = _split_tree(dy, chunk, mode="constant")
+        inside = _inside(chunk, T)
+        chunks = jnp.arange(len(inside)), _split_tree(x, chunk), inside
+        (sums, dy), others = jax.lax.scan(add, (sums, dy), chunks)
         sums = [_add_up(s, place, axes) for s, place in zip(sums, of_sums, strict=True)]
-        return sums, _join_tree(dx, T)
+        dx = _join_tree([*dy, *others], T)
+        return sums, [dx[place] for place in places]
 
     dy, dsums = ([_dense(d) for d in jax.tree.leaves(tree) if _is_float(d)] for tree in cotangents)
     inputs, results = (placement, SHARDED, SHARDED, SHARDED), (of_sums, SHARDED)
@@ -244,6 +253,25 @@ def _add_up(x: Array, placement: Placement, axes: tuple[str, ...]) -> Array:
 
 
 _blockwise.defvjp(_forward, _backward, symbolic_zeros=True)
+
+
+def _unique(dx: list[Array], dy: list[Array]) -> tuple[list[int], list[Array | None]]:
+    """Returns the arrays of `dx` without repetitions, and the place of each array of `dx` among
+    them. The first places belong to the arrays of `dy`: each has an array of its shape and dtype,
+    which may overwrite it, or None."""
+    unique: list[Array | None] = [None] * len(dy)
+    for x in dx:
+        if not any(x is y for y in unique):
+            same = (
+                i
+                for i, (y, d) in enumerate(zip(unique, dy, strict=False))
+                if y is None and (d.shape, d.dtype) == (x.shape, x.dtype)
+            )
+            if (place := next(same, None)) is None:
+                unique.append(x)
+            else:
+                unique[place] = x
+    return [next(i for i, y in enumerate(unique) if y is x) for x in dx], unique
 
 
 def _is_float(cotangent: Any) -> bool:

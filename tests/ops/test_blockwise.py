@@ -11,7 +11,7 @@ from bptjax.ops.blockwise import blockwise
 from bptjax.ops.dropout import dropout
 from bptjax.ops.norm import rms_norm
 from bptjax.parallel.mesh import ParallelConfig, make_mesh
-from ops.comparing import TOLERANCE, close, error, normal, quick
+from ops.comparing import TOLERANCE, close, error, normal, quick, temp_bytes
 
 D, F = 8, 24
 PARAMS = {"scale": 1 + normal(3, D) / 4, "up": normal(1, D, F) / 4, "down": normal(2, F, D) / 4}
@@ -35,6 +35,35 @@ def test_equals_plain(T, chunk):
     plain = quick(functools.partial(value_and_gradients, mlp))(PARAMS, x, dy)
     chunked = functools.partial(blockwise, mlp, chunk=chunk)
     close(quick(functools.partial(value_and_gradients, chunked))(PARAMS, x, dy), plain)
+
+
+def test_cotangents_of_several_arrays():
+    """Some have the shape of a result, in another order or of another dtype, and two are equal."""
+    x, y, z = normal(0, 2, 13, D), normal(1, 2, 13, D), normal(2, 2, 13, F)
+
+    def f(p, x):
+        x, y, z = x
+        return z, x * y, jnp.sin(y).astype(jnp.bfloat16), mlp(p, x + y), z.sum(-1)
+
+    cotangents = jax.tree.map(jnp.cos, f(PARAMS, (x, y, z)))
+    plain = quick(functools.partial(value_and_gradients, f))(PARAMS, (x, y, z), cotangents)
+    chunked = functools.partial(value_and_gradients, functools.partial(blockwise, f, chunk=4))
+    close(quick(chunked)(PARAMS, (x, y, z), cotangents), plain)
+
+
+@pytest.mark.parametrize("inputs", [1, 2])
+def test_the_backward_pass_overwrites_the_cotangent(inputs):
+    """Beside the result, the inputs' sum and a float32 copy of one array, there is no array for the
+    gradients of equal inputs."""
+    x = [normal(i, 1, 4096, D) for i in range(inputs)]
+
+    def step(params, *x):
+        f = functools.partial(blockwise, lambda p, x: mlp(p, sum(x)), chunk=64)
+        y, pull = jax.vjp(f, params, list(x))
+        dparams, dx = pull(jnp.sin(y))
+        return dparams, jnp.tanh(sum(dx)).sum()
+
+    assert temp_bytes(step, PARAMS, *x) < (2.5 + inputs) * x[0].nbytes
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
