@@ -379,7 +379,12 @@ class Update:
             return update_in_slices(
                 step, old, g, key, index=index, slice_elements=slice_elements, **options
             )
-        entry = old if index is None else get_entry(old, index)
+        entry = old
+        if index is not None:
+            # `when` depends on the gradient. Without the barrier, XLA may read the slots of a layer
+            # long before their update.
+            later, when = jax.lax.optimization_barrier((index, when))
+            entry = get_entry(p, index), get_entry(old[1], later)
         new = jax.tree.map(partial(jnp.where, when), step(entry, g, key), entry)
         return new if index is None else put_entry(old, new, index)
 

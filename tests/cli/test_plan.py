@@ -224,6 +224,21 @@ def test_states_in_the_host_memory_of_absent_devices():
         plan(spec, "h100", None, "gpu")
 
 
+@pytest.mark.thorough
+@needs_compiler
+def test_updates_in_the_backward_pass_read_moments_last():
+    """Copies of a layer's moments do not exist while its gradients are computed."""
+    _, devices = absent_devices("h100")
+    model = replace(MODEL, hidden_size=1024, num_heads=8, intermediate_size=16_384)
+    optimizer = OptimizerConfig(clip="delayed")
+    execution = ExecutionConfig(remat="full", offload=1.0, ffn_chunk=512, ce_chunk=64)
+    spec = make_spec(devices, model, 16_384, optimizer=optimizer, execution=execution)
+    found = plan(spec, "h100", None, "gpu")
+    # The copies of the moments would take two more.
+    feed_forward = 2 * 3 * model.hidden_size * model.F
+    assert found.gradients + found.activations < 8.5 * feed_forward
+
+
 def compiled_text(of="h100", **groups):
     """The program of a step on absent GPUs, with layers as wide as a small model's."""
     kind, devices = absent_devices(of)
