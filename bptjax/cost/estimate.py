@@ -33,9 +33,10 @@ STREAM_WORKSPACE, FEED_FORWARD_WORKSPACE = 12, 3.5
 # compiled step of an 8B decoder.
 FLOAT8_TRAFFIC = 4.4
 # Heads' share of STREAM_WORKSPACE, which groups of heads divide, from compiled steps of an 8B
-# decoder on 131,072 tokens. Traffic of each further group in elements per token and layer, / D:
-# reads of the stream, and reads and writes of two sums; counted, not measured.
-HEADS_WORKSPACE, GROUP_TRAFFIC = 5, 30
+# decoder on 131,072 tokens, with projections in chunks. Traffic of each further group in elements
+# per token and layer, / D: reads of the stream, and reads and writes of two sums; counted, not
+# measured.
+HEADS_WORKSPACE, GROUP_TRAFFIC = 9, 30
 # Share of the loss's memory that is lost to the layers, because its buffers leave gaps.
 FRAGMENTED = 0.02
 # Products of a layer whose results no policy saves by name.

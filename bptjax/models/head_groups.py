@@ -33,7 +33,7 @@ from bptjax.ops.mask import Mask
 from bptjax.ops.softmax import AttentionState
 from bptjax.ops.static_arrays import split_static
 from bptjax.parallel.mesh import RULES
-from bptjax.parallel.sequence import attention, attention_state, tensor_shards
+from bptjax.parallel.sequence import attention, attention_state, in_chunks, tensor_shards
 
 # Names of the activations of a group, in the order in which they are computed.
 GROUP_NAMES = ("query", "key", "value", *RESIDUAL_NAMES)
@@ -177,8 +177,7 @@ class HeadGroups:
           kv: keys and values of all heads; None if each group computes its own.
         """
         part = dequantize(_attention_part(layer), x.dtype)
-        norm, bias = part.attention_norm, part.out.bias
-        part.attention_norm, part.out = None, copy(part.out)
+        bias, part.out = part.out.bias, copy(part.out)
         part.out.bias = None
         variables, structure = jax.tree.flatten(part, is_leaf=is_variable)
         weights = [self._divided(v) for v in variables]
@@ -199,7 +198,7 @@ class HeadGroups:
         run = _Groups(self, rebuild, make_context)
         divided: Any = kv and tuple(self._divide(y, 2, "kv_heads") for y in kv)
         inputs = _Inputs(trained, divided)
-        x, y = _attend(run, x, norm, inputs, _Data(others, traced, numbers, alibi))
+        x, y = _attend(run, x, inputs, _Data(others, traced, numbers, alibi))
         return x, y if bias is None else y + spread(bias[...], y.shape, y.dtype)
 
     def _divided(self, v: nnx.Variable) -> Any:
@@ -254,8 +253,17 @@ class _Groups:
         return _Group(self.heads, layer, kv, context, own.numbers)
 
 
+class _PerToken(NamedTuple):
+    """Arrays per token of the functions before and after attention."""
+
+    x: Float[Array, "B T D"] | None
+    tokens: TokenContext
+    out: Float[Array, "B T N H"] | None = None
+    total: Float[Array, "B T D"] | None = None
+
+
 class _Group(NamedTuple):
-    """One group of heads. `layer` has the weights of these heads and no norm."""
+    """One group of heads. `layer` has the weights of these heads."""
 
     heads: HeadGroups
     layer: Layer
@@ -263,52 +271,83 @@ class _Group(NamedTuple):
     context: GroupContext
     numbers: Int[Array, "N"]
 
-    def queries_keys_values(self, h: Float[Array, "B T D"]) -> tuple[Array, Array, Array]:
-        options = self.context.tokens, self.heads.kind.rope, self.context.keys
-        return self.layer.queries(h, *options), *(self.kv or self.layer.keys_values(h, *options))
+    def queries_keys_values(self, x: Float[Array, "B T D"]) -> tuple[Array, ...]:
+        """Returns x itself, queries, keys and values. The cotangent of this x is then the start of
+        the sum that is the cotangent of the argument."""
+        given, rope = self.kv is not None, self.heads.kind.rope
+
+        def function(params, chunk):
+            layer, keys = params
+            options = chunk.tokens, rope, keys
+            q = layer.queries(chunk.x, *options)
+            return chunk.x, q, *(() if given else layer.keys_values(chunk.x, *options))
+
+        params = self.layer, self.context.keys
+        return *self._in_chunks(function, params, _PerToken(x, self._tokens)), *(self.kv or ())
 
     def attend(self, function: Callable[..., Any], *qkv: Array, **options: Any) -> Any:
         function = self.heads.bind(self.layer, self.context, function, self.numbers)
         return function(*qkv, **options)
 
-    def project(self, h: Float[Array, "B T D"], out: Array) -> Float[Array, "B T D"]:
-        seeds = adapter_dropout(self.context.keys, self.context.tokens)
-        return self.layer.project(h, out, seeds, self.numbers)
+    def project(
+        self, x: Float[Array, "B T D"], out: Array, total: Float[Array, "B T D"] | None = None
+    ) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"]]:
+        """Returns x itself, as `queries_keys_values`, and the output projection, plus `total`."""
+
+        def function(params, chunk):
+            layer, keys, numbers = params
+            y = layer.project(chunk.x, chunk.out, adapter_dropout(keys, chunk.tokens), numbers)
+            return chunk.x, y if chunk.total is None else chunk.total + y
+
+        # Without a gate, only the output of attention is read.
+        read = None if self.layer.gate is None else x
+        chunks = _PerToken(read, self._tokens, out, total)
+        params = self.layer, self.context.keys, self.numbers
+        same, y = self._in_chunks(function, params, chunks)
+        return x if same is None else same, y
+
+    @property
+    def _tokens(self) -> TokenContext:
+        """The inputs per token that these functions read."""
+        tokens = self.context.tokens
+        return TokenContext(tokens.positions, tokens.ids, lengths=tokens.lengths)
+
+    def _in_chunks(self, function: Callable[..., Any], params: Any, chunks: _PerToken) -> Any:
+        """Runs a position-wise function in chunks as large as the feed-forward network's, but for
+        the narrower heads of a group."""
+        execution = self.heads.execution
+        chunk = execution.ffn_chunk * execution.head_groups
+        return in_chunks(function, params, chunks, chunk=chunk)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(run, x, norm, inputs, data):
-    return _forward(run, x, norm, inputs, data)[0]
+def _attend(run, x, inputs, data):
+    return _forward(run, x, inputs, data)[0]
 
 
-def _read(norm, x):
-    return x if norm is None else norm(x)
-
-
-def _forward(run, x, norm, inputs, data):
-    h, execution = _read(norm, x), run.heads.execution
+def _forward(run, x, inputs, data):
+    execution = run.heads.execution
 
     @jax.named_scope("attention")
     def body(total, group):
         this = run.group(_of_group(inputs, group), data, group)
-        qkv = this.queries_keys_values(h)
+        _, *qkv = this.queries_keys_values(x)
         state = this.attend(attention_state, *qkv)
         named = dict(zip(GROUP_NAMES, (*qkv, *state), strict=True))
         saved = {name: y for name, y in named.items() if name in execution.saved}
-        return total + this.project(h, state.out), saved
+        return this.project(x, state.out, total)[1], saved
 
     groups = jnp.arange(execution.head_groups, dtype=jnp.int32)
     total, saved = jax.lax.scan(body, jnp.zeros_like(x), groups)
     for name, y in saved.items():
         named = partial(checkpoint_named, name=name, offload=execution.offload)
         saved[name] = jax.vmap(named)(y)
-    return (x, total), (x, norm, inputs, data, saved)
+    return (x, total), (x, inputs, data, saved)
 
 
 def _backward(run, residuals, cotangents):
-    x, norm, inputs, data, saved = residuals
+    x, inputs, data, saved = residuals
     dx, dy = cotangents
-    h, read_backward = jax.vjp(_read, norm, x)
     # Zeros tied to the cotangent: otherwise XLA would make them before the rest of the layer runs
     # backward.
     dy, zero = jax.lax.optimization_barrier((dy, jnp.zeros((), jnp.float32)))
@@ -330,27 +369,27 @@ def _backward(run, residuals, cotangents):
     def body(sums, group):
         group, saved = group
 
-        def function(h, inputs):
+        def function(x, inputs):
             this = run.group(inputs, data, group)
-            computed = zip(GROUP_NAMES, this.queries_keys_values(h), strict=False)
+            x, *computed = this.queries_keys_values(x)
+            computed = zip(GROUP_NAMES, computed, strict=False)
             qkv = [_saved_or_computed(saved.get(name), y) for name, y in computed]
             state = [saved.get(name) for name in RESIDUAL_NAMES]
             if None in state:
                 state = this.attend(attention_state, *jax.lax.stop_gradient(qkv))
             out = this.attend(attention, *qkv, state=AttentionState(*state))
-            return this.project(h, out)
+            return this.project(x, out)
 
-        _, pull = jax.vjp(function, h, _of_group(inputs, group))
-        dh, of_group = pull(dy)
         total, gradients = sums
-        return (total + dh, jax.tree.map(add(group), gradients, of_group, is_leaf=_is_heads)), None
+        _, pull = jax.vjp(function, x, _of_group(inputs, group))
+        total, of_group = pull((total, dy))
+        return (total, jax.tree.map(add(group), gradients, of_group, is_leaf=_is_heads)), None
 
-    start = jnp.full(h.shape, zero.astype(h.dtype)), jax.tree.map(zeros, inputs, is_leaf=_is_heads)
+    start = jnp.full(x.shape, zero.astype(x.dtype)), jax.tree.map(zeros, inputs, is_leaf=_is_heads)
     groups = jnp.arange(run.heads.execution.head_groups, dtype=jnp.int32)
-    (dh, gradients), _ = jax.lax.scan(body, start, (groups, saved))
+    (total, gradients), _ = jax.lax.scan(body, start, (groups, saved))
     gradients = jax.tree.map(lambda d, y: d.astype(y.dtype), gradients, inputs)
-    dnorm, more = read_backward(dh)
-    return dx + more, dnorm, gradients, None
+    return dx + total, gradients, None
 
 
 _attend.defvjp(_forward, _backward)

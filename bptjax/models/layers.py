@@ -209,16 +209,19 @@ class Layer(nnx.Module):
 
     def project(
         self,
-        x: Float[Array, "B T D"],
+        x: Float[Array, "B T D"] | None,
         out: Float[Array, "B T *heads"],
         seeds: AdapterDropout | None,
         head_numbers: Int[Array, "N"] | None = None,
     ) -> Float[Array, "B T D"]:
         """Computes the gate and the output projection of the heads. `head_numbers` are their
-        indices among the heads of the layer, if they are only some of them."""
+        indices among the heads of the layer, if they are only some of them. Only a gate or a mixer
+        reads `x`."""
         if (mixer := self.mixer) is not None:
+            assert x is not None
             return mixer.finish(self.read(x), out, seeds)
         if self.gate is not None:
+            assert x is not None
             gate = jax.nn.sigmoid(self.gate(self.read(x), seeds).astype(jnp.float32))
             out = (gate * out.astype(jnp.float32)).astype(out.dtype)
         if seeds is not None and head_numbers is not None:

@@ -25,21 +25,14 @@ from bptjax.models.layers import DropoutKeys, Layer, TokenContext, adapter_dropo
 from bptjax.models.mixer import heads_of_trees
 from bptjax.models.norm import Norm
 from bptjax.models.params import expert_placement, param_path
-from bptjax.ops.blockwise import blockwise, blockwise_transformer
+from bptjax.ops.blockwise import blockwise_transformer
 from bptjax.ops.checkpoint_names import checkpoint_named
 from bptjax.ops.mask import Mask
 from bptjax.ops.position import BY_LENGTH, alibi_slopes, document_lengths
 from bptjax.ops.stacked import close_slots, read_entry, split_gradient
 from bptjax.parallel import cached
 from bptjax.parallel.mesh import constrain
-from bptjax.parallel.sequence import (
-    FOLDED_BATCH,
-    attention,
-    divides,
-    fold_sequence_shards,
-    tensor_shards,
-    unfold_sequence_shards,
-)
+from bptjax.parallel.sequence import attention, in_chunks, tensor_shards
 
 
 class StackOutput(NamedTuple):
@@ -575,23 +568,16 @@ def _split(
 ) -> tuple[Float[Array, "B T D"], Auxiliary]:
     """Runs everything after attention on the full sequence, the feed-forward network in chunks of
     tokens. Returns the residual stream, and auxiliary sums per sequence or shard of a sequence."""
-    # The mesh may not evenly divide the tokens or sequences of a decoding step.
-    sharded = divides(chunk.x)
-    per_token, axes = (chunk, out), ()
-    if sharded:
-        per_token, axes = fold_sequence_shards(per_token), FOLDED_BATCH
-    x, aux = blockwise(
+    return in_chunks(
         lambda inputs, per_token, inside: _finish(
             inputs, per_token[0], per_token[1], inside, execution.offload
         ),
         inputs,
-        per_token,
+        (chunk, out),
         chunk=execution.ffn_chunk,
-        axes=axes,
         placement=expert_placement(inputs),
         has_aux=True,
     )
-    return (unfold_sequence_shards(x) if sharded else x), aux
 
 
 def _fused(

@@ -1,6 +1,7 @@
 """Attention on a mesh that shards batch, heads and tokens: one of several strategies shards the
 tokens, with any kernel on each device."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,6 +29,7 @@ from bptjax.ops.attention.contract import (
     SequenceStrategy,
     Shards,
 )
+from bptjax.ops.blockwise import blockwise
 from bptjax.parallel import gather, ring, ulysses, ulysses_ring
 from bptjax.parallel.mesh import RULES, data_shards, num_shards
 from bptjax.parallel.strategy_kernel import StrategyKernel
@@ -72,6 +74,18 @@ def unfold_sequence_shards(tree: Any) -> Any:
         return _constrain(x, BATCH, SEQUENCE)
 
     return tree if sp == 1 else jax.tree.map(unfold, tree)
+
+
+def in_chunks(f: Callable[..., Any], params: Any, x: Any, **options: Any) -> Any:
+    """Computes `blockwise(f, params, x, **options)`; each device loops over chunks of its own
+    tokens."""
+    # The mesh may not evenly divide the tokens or sequences of a decoding step.
+    if not divides(jax.tree.leaves(x)[0]):
+        return blockwise(f, params, x, **options)
+    y = blockwise(f, params, fold_sequence_shards(x), axes=FOLDED_BATCH, **options)
+    if options.get("has_aux"):
+        return unfold_sequence_shards(y[0]), y[1]
+    return unfold_sequence_shards(y)
 
 
 def _constrain(x: Array, *axes: tuple[str, ...] | None) -> Array:

@@ -157,3 +157,24 @@ def test_groups_take_less_memory():
 
     sizes = [temporary(groups) for groups in (1, 2, 8)]
     assert sizes[1] < 0.8 * sizes[0] and sizes[2] < 0.5 * sizes[0], sizes
+
+
+@pytest.mark.thorough
+def test_projections_of_groups_run_in_chunks():
+    """The normed stream and its gradient from each projection never exist for all tokens."""
+    config = replace(ROTARY, num_heads=8, num_kv_heads=8, head_dim=32, hidden_size=256)
+    model = jax.eval_shape(lambda: Decoder(config, jax.random.key(0)))
+    tokens = jax.ShapeDtypeStruct((1, 4096), jnp.int32)
+
+    def temporary(chunk):
+        def loss(model, tokens):
+            execution = Execution(remat="full", ffn_chunk=chunk, head_groups=8)
+            hidden, _ = model(tokens, execution=execution)
+            return linear_cross_entropy(hidden, model.head_matrix, tokens, chunk=128)
+
+        compiled = jax.jit(jax.grad(loss)).lower(model, tokens).compile()
+        return compiled.memory_analysis().temp_size_in_bytes / (4 * 4096 * config.hidden_size)
+
+    # With ffn_chunk=512, the chunk of a group's projections has all tokens.
+    sizes = temporary(16), temporary(512)
+    assert sizes[0] < 12 and sizes[0] < sizes[1] - 1, sizes
