@@ -87,7 +87,6 @@ def qlora(batch):
     fast(
         [
             dict(remat="none"),
-            dict(remat="full"),
             dict(remat="nested(2)"),
             dict(remat="full", head_groups=2),
             dict(remat="dots", ffn_chunk=16),
@@ -204,9 +203,8 @@ def test_qlora_is_lora_on_the_dequantized_base(batch, double):
 @pytest.mark.parametrize(
     "groups",
     [
-        *(dict(execution=dict(remat=remat)) for remat in ("none", "full", "nested(2)")),
+        dict(execution=dict(remat="nested(2)")),
         dict(execution=dict(remat="full", head_groups=2)),
-        dict(execution=dict(remat="dots", ffn_chunk=16)),
         dict(execution=dict(schedule="fused")),
     ],
     ids=str,
@@ -219,8 +217,6 @@ def test_execution_changes_nothing_in_qlora(batch, qlora, groups):
 @pytest.mark.parametrize(
     "parallel, micro_batches",
     [
-        (dict(fsdp=4), 1),
-        (dict(fsdp=1, sp=2), 2),
         (dict(fsdp=2, zero_stage=2), 2),
         (dict(fsdp=2, tp=2, sp=2), 2),
     ],
