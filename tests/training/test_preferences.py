@@ -278,27 +278,19 @@ def test_the_first_loss_is_ln_2(packing):
     assert abs(float(sums.loss) / int(count) - math.log(2)) < 1e-6
 
 
-@pytest.fixture(
-    scope="module",
-    params=[(False, MODEL), (True, MODEL), (True, LINEAR)],
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    "shared, model, axes",
+    [(False, MODEL, MESHES[0]), (True, MODEL, MESHES[1]), (True, LINEAR, MESHES[0])],
     ids=["apart", "shared", "shared, linear attention"],
 )
-def alone(request):
-    """A spec of one device, and its gradients away from the start."""
-    shared, model = request.param
-    one = lora_spec(dict(share_prompt=shared), model)
-    (batch,) = batches(one, PAIRS, "best_fit", 16)
-    return one, gradient_sums(one, batch, state=moved(one))
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("axes", MESHES, ids=str)
-def test_meshes(axes, alone):
+def test_meshes(shared, model, axes):
     """The first loss is ln 2; later losses and gradients are those of one device."""
-    (one, wanted), parallel = alone, ParallelConfig(**axes)
+    one, parallel = lora_spec(dict(share_prompt=shared), model), ParallelConfig(**axes)
     mesh = make_mesh(parallel, jax.devices()[: math.prod(axes.values())])
     spec = replace(one, config=replace(one.config, parallel=parallel), mesh=mesh)
     (batch,) = batches(one, PAIRS, "best_fit", 16)
+    wanted = gradient_sums(one, batch, state=moved(one))
     sums, _, count = gradient_sums(spec, batch, 2)
     assert abs(float(sums.loss) / int(count) - math.log(2)) < 1e-6
     found = gradient_sums(spec, batch, 2, state=moved(spec))
