@@ -49,8 +49,12 @@ hook = install_import_hook(
     f"{check.__module__}.{check.__name__}",
 ).hook
 checked = hook.should_instrument
-# But for what Triton compiles from its source.
-hook.should_instrument = lambda name: checked(name) and not name.endswith("triton_kernels")
+# But for what Triton compiles from its source, and for configs, which hold no arrays: estimates of
+# a step read their properties a million times.
+UNCHECKED = "triton_kernels", "models.config", "models.execution"
+hook.should_instrument = lambda name: (
+    checked(name) and not (name.endswith(UNCHECKED) or ".models.groups." in name)
+)
 
 
 def pytest_xdist_auto_num_workers():
