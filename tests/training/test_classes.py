@@ -159,7 +159,7 @@ def test_new_classes(kind, command, tmp_path, capsys):
         del raw["architectures"]
         raw["id2label"] = {str(n): name for n, name in NAMES.items()}
         (hf / "config.json").write_text(json.dumps(raw))
-        assert train("unnamed", "--model.encoder.classes=3", "--train.max_steps=1", base=hf) == 0
+        assert train("unnamed", "--model.encoder.classes=3", "--train.max_steps=4", base=hf) == 0
         again = tmp_path / "again"
         assert convert(["bptjax-to-hf", str(tmp_path / "unnamed"), str(again)]) == 0
         assert read_json(again / "config.json")["id2label"] == raw["id2label"]
@@ -168,7 +168,7 @@ def test_new_classes(kind, command, tmp_path, capsys):
         (hf / "config.json").write_text(json.dumps(raw))
         assert train("tokens", "--model.encoder.classes=3", base=hf) == 2
         assert "must be one of BertModel" in capsys.readouterr().err
-        assert train("other", "--model.encoder.classes=3", "--train.max_steps=1", "--seed=1") == 0
+        assert train("other", "--model.encoder.classes=3", "--train.max_steps=4", "--seed=1") == 0
         first, other = (rows(tmp_path / name, "train/loss")[1] for name in ("run", "other"))
         assert first != other
 

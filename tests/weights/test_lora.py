@@ -108,6 +108,7 @@ def dense(state):
     return replace(state, model=run(state.model))
 
 
+@pytest.mark.thorough
 def test_qlora_is_lora_on_the_dequantised_base(batch, state, whole):
     assert_same(
         gradient_sums(make_spec(adapter=dict(type="lora")), batch, state=dense(state)), whole
