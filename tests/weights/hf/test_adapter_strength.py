@@ -4,7 +4,6 @@ import json
 import shutil
 from math import sqrt
 
-import jax
 import numpy as np
 import pytest
 
@@ -20,6 +19,8 @@ from bptjax.weights.pretrained import open_pretrained
 from weights.hf.cases import config
 from weights.hf.loading import random_base
 
+pytestmark = pytest.mark.usefixtures("one_device")
+
 
 @pytest.fixture(scope="module")
 def arguments(tmp_path_factory):
@@ -32,8 +33,6 @@ def arguments(tmp_path_factory):
     )
     options = {
         "device": "cpu",
-        "parallel.fsdp": 1,
-        "parallel.dp": 8,
         "model.name_or_path": folder / "base",
         "data.path": folder / "text.txt",
         "train.max_steps": 2,
@@ -65,13 +64,13 @@ def test_the_default_scale_is_1_at_every_rank(kind, use_rslora, alpha):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("use_rslora", [False, True])
-def test_a_run_says_its_scale_and_exports_its_alpha(use_rslora, arguments, tmp_path, capsys):
+@pytest.mark.parametrize("kind, use_rslora", [("qlora", False), ("lora", True)])
+def test_a_run_says_its_scale_and_exports_its_alpha(kind, use_rslora, arguments, tmp_path, capsys):
     run = tmp_path / "run"
-    command = [*arguments, f"--run_dir={run}", "--adapter.type=qlora", "--adapter.r=16"]
+    command = [*arguments, f"--run_dir={run}", f"--adapter.type={kind}", "--adapter.r=16"]
     command += [f"--adapter.use_rslora={use_rslora}".lower()]
     alpha = 4.0 if use_rslora else 16.0
-    said = f"adapter: qlora, rank 16, alpha {alpha:g}{' with use_rslora' * use_rslora}"
+    said = f"adapter: {kind}, rank 16, alpha {alpha:g}{' with use_rslora' * use_rslora}"
     said += ": adapter scale 1.0"
     assert preview(command) == 0
     assert said + "\n" in capsys.readouterr().out
@@ -110,9 +109,7 @@ def test_a_resumed_run_keeps_its_alpha(arguments, tmp_path, capsys):
 
 
 @pytest.mark.thorough
-def test_adapters_trained_further_keep_their_scale(arguments, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("bptjax.training.setup.select_devices", lambda device: jax.devices()[:1])
-    arguments = [x.replace("dp=8", "dp=1") for x in arguments]
+def test_adapters_trained_further_keep_their_scale(arguments, tmp_path, capsys):
     first, then = tmp_path / "first", tmp_path / "then"
     flags = ["--adapter.type=lora", "--adapter.target_modules=[q_proj]"]
     own = [f"--run_dir={first}", "--adapter.r=4", "--adapter.alpha=6", "--adapter.use_rslora=true"]

@@ -19,8 +19,6 @@ SEQ = 48
 # Dropout off: the last evaluation is of the model as it is exported.
 FAMILIES = {
     "llama": {},
-    "gpt_neox": {},
-    "bloom": {},
     # Experts sharded as they are loaded; a sample of one sequence, which four devices cannot share.
     "qwen3_moe": {"parallel.fsdp": 2, "parallel.ep": 2, "train.sample_tokens": 4},
     # Made longer than it was: its positions are tiled.
