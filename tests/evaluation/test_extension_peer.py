@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import extension_peer
+import jax
 import numpy as np
 import pytest
 from chats import CHATML, raw_tokenizer
@@ -45,12 +46,14 @@ def made(tmp_path_factory):
         "--data.eval_fraction=0.1",
     ]
     keys += ["--optimizer.learning_rate=1e-2", "--execution.q_chunk=64", "--execution.k_chunk=64"]
-    extension_peer.main([f"--dump={folder / 'batches.npz'}", *keys])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("bptjax.training.setup.select_devices", lambda device: jax.devices()[:1])
+        extension_peer.main([f"--dump={folder / 'batches.npz'}", *keys])
     return folder, keys
 
 
 @pytest.mark.thorough
-def test_losses_are_those_of_the_run(made):
+def test_losses_are_those_of_the_run(made, one_device):
     folder, keys = made
     assert main([*keys, f"--run_dir={folder / 'run'}"]) == 0
     out = folder / "rows.jsonl"

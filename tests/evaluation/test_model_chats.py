@@ -19,6 +19,7 @@ def test_prompts_about_topics_differ():
         model_chats.about_topics(40_000, random.Random(0))
 
 
+@pytest.mark.thorough
 def test_chats_end_and_differ(tmp_path, monkeypatch):
     """The last batch is not full. A random model ends about half of its answers."""
     raw = config("llama")

@@ -249,7 +249,7 @@ def test_extend_to_sets_positions_and_theta(llama):
 
 
 @pytest.fixture
-def extension(llama, tmp_path, monkeypatch):
+def extension(llama, tmp_path, monkeypatch, one_device):
     """Flags of any run in the current directory, and those of a run that extends a model."""
     monkeypatch.chdir(tmp_path)
     base = llama(max_position_embeddings=64, rope_parameters=dict(rope_theta=1e3), vocab_size=512)
@@ -320,7 +320,7 @@ def test_headers_are_valid_safetensors(llama, tmp_path):
 
 
 @pytest.mark.thorough
-def test_a_model_from_scratch_becomes_a_llama(tmp_path, capsys):
+def test_a_model_from_scratch_becomes_a_llama(tmp_path, capsys, one_device):
     pytest.importorskip("torch")
     from bptjax.cli.train import main
 

@@ -39,7 +39,7 @@ def test_positions_follow_the_entry_of_padding(theirs):
 
 
 @pytest.mark.thorough
-def test_more_positions_than_the_checkpoint(theirs, tmp_path):
+def test_more_positions_than_the_checkpoint(theirs, tmp_path, one_device):
     """A run with longer sequences: transformers reads the export with the same logits."""
     pytest.importorskip("torch")
     directory = shutil.copytree(theirs("roberta")[1], tmp_path / "base")

@@ -16,7 +16,7 @@ from weights.hf.loading import tensors
 
 
 @pytest.fixture
-def trained(llama, tmp_path):
+def trained(llama, tmp_path, one_device):
     """A function that trains a tiny llama whose files have this dtype, and returns the run."""
     (tmp_path / "text.txt").write_text("".join(f"{i} plus one is {i + 1}. " for i in range(99)))
 
@@ -67,7 +67,7 @@ def test_a_run_is_exported_in_the_dtype_of_its_checkpoint(
 
 
 @pytest.mark.thorough
-def test_a_run_from_scratch_is_exported_in_its_own_dtype(tmp_path):
+def test_a_run_from_scratch_is_exported_in_its_own_dtype(tmp_path, one_device):
     (tmp_path / "text.txt").write_text("".join(f"{i} plus one is {i + 1}. " for i in range(99)))
     command = ["--model.hidden_size=16", "--model.num_layers=1", "--device=cpu"]
     command += ["--train.max_steps=1", "--train.seq_len=16", f"--data.path={tmp_path / 'text.txt'}"]

@@ -2,6 +2,7 @@
 
 import json
 
+import jax
 import pytest
 import yaml
 from huggingface_hub import HfApi
@@ -35,7 +36,9 @@ def run(tmp_path_factory):
         "train.seq_len": 16,
         "optimizer.learning_rate": 0.001,
     }
-    assert main([f"--{key}={value}" for key, value in options.items()]) == 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("bptjax.training.setup.select_devices", lambda device: jax.devices()[:1])
+        assert main([f"--{key}={value}" for key, value in options.items()]) == 0
     return directory / "run"
 
 
