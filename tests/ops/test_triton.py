@@ -52,8 +52,11 @@ def test_versions_of_jax_triton(installed, reason, monkeypatch):
         grouped_triton.available()
 
 
-INTERPRETED = *FEATURES, "experts", "over", "stack", "delta rule", "int8 states"
-SOME = ["everything", "sinks, window", "experts", "stack", "int8 states"]
+# The interpreter is slow, and other features contain these.
+CONTAINED = "mqa", "segments", "dropout", "alibi, 6 heads"
+INTERPRETED = [name for name in FEATURES if name not in CONTAINED]
+INTERPRETED += ["experts", "over", "stack", "delta rule", "int8 states"]
+SOME = ["everything", "experts"]
 
 
 @pytest.mark.parametrize(
