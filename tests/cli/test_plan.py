@@ -135,7 +135,6 @@ ABSENT_GPUS = {
     "a100-40gb:4": (dict(fsdp=2, sp=2), {}, MODEL, "cudnn"),
     "h200:2x2": (dict(fsdp=2, tp=2), {}, MODEL, "fa4"),
     "h100:8": (dict(dp=2, fsdp=2, sp=2), {}, WINDOWS, "fa4"),
-    "a100": (dict(), dict(execution=NESTED), MODEL, "cudnn"),
     "h200": (dict(), dict(execution=OFFLOADED), MODEL, "fa4"),
     "b200:2": (dict(sp=2), dict(optimizer=OptimizerConfig(state_dtype="int8")), MODEL, "cudnn"),
     "l40s:2": (dict(fsdp=2), adapter("lora"), MODEL, "cudnn"),
