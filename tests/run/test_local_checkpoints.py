@@ -331,6 +331,7 @@ print(number)
 """
 
 
+@pytest.mark.thorough
 def test_kill_at_every_file_operation(tmp_path):
     command = [sys.executable, "-c", KILL_AT + KILLS, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True)
