@@ -6,7 +6,6 @@ from functools import partial
 import jax
 import numpy as np
 import pytest
-from tiers import fast
 
 from bptjax.models.config import ModelConfig
 from bptjax.models.groups.encoder import EncoderConfig
@@ -34,7 +33,7 @@ def test_scalings_by_length_do_not_depend_on_the_batch(batch, kind):
     model = replace(MODEL, num_layers=1, max_position_embeddings=8, rope_parameters=parameters)
     # Large weights, so that attention and thereby the frequencies matter.
     model = replace(model, init_std=0.5)
-    one, mesh = make_spec(), make_spec(ParallelConfig(dp=2, fsdp=1, sp=4, sequence_strategy="ring"))
+    one, mesh = make_spec(), make_spec(ParallelConfig(dp=4, fsdp=1, sp=2, sequence_strategy="ring"))
     one, mesh = (replace(spec, model=model) for spec in (one, mesh))
     assert_same(gradient_sums(mesh, batch, 2), gradient_sums(one, batch, 1))
 
@@ -110,11 +109,10 @@ def test_rows_as_long_as_learned_positions(batch):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("mesh", fast(MESHES, MESHES[1:]), ids=["ring", "tp"])
-def test_a_masked_language_model_on_a_mesh(batch, mesh, masked):
+def test_a_masked_language_model_on_a_mesh(masked):
     """Packed documents with learned positions, in sequences that the mesh pads; dropout too."""
     parts, spec, wanted = masked
-    spec = replace(spec, config=replace(spec.config, parallel=ParallelConfig(**mesh)))
+    spec = replace(spec, config=replace(spec.config, parallel=ParallelConfig(**MESHES[1])))
     spec = replace(spec, mesh=make_mesh(spec.config.parallel))
     assert_same(gradient_sums(spec, parts, 2), wanted)
 
@@ -214,11 +212,8 @@ def test_zero_says_what_fsdp_and_sp_cut(batch, two_steps):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("kind", ["lion", "muon"])
-def test_optimizers_on_a_mesh_are_those_of_one_device(batch, kind):
-    options = dict(type=kind, learning_rate=1e-3)
-    if kind == "muon":
-        options["muon_dtype"] = "float32"
+def test_muon_on_a_mesh_is_that_of_one_device(batch):
+    options = dict(type="muon", muon_dtype="float32", learning_rate=1e-3)
     mesh = ParallelConfig(dp=1, fsdp=2, tp=2, sp=2)
     (_, wanted), (_, rows) = (
         steps(with_optimizer(make_spec(parallel), **options), batch, 3) for parallel in (None, mesh)
