@@ -150,8 +150,11 @@ def assert_close(got, wanted, rtol=2e-5):
 
 
 def test_schedules_and_implementations_agree(model, tokens):
-    wanted = loss_and_gradients(model, tokens, **REFERENCE)
-    for how in ({"q_chunk": 64}, {"schedule": "fused"}):
+    wanted, schedules = loss_and_gradients(model, tokens, **REFERENCE), [{"schedule": "fused"}]
+    # The split schedule of other models is in `test_packed_equals_separate`.
+    if model.config == ROTARY or model.config.residual_dropout:
+        schedules.append({"q_chunk": 64})
+    for how in schedules:
         assert_close(loss_and_gradients(model, tokens, **how), wanted)
 
 
