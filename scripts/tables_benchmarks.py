@@ -22,7 +22,7 @@ from measurements import (
     tokens,
 )
 
-# Layers of a mixture of experts that was trained in full.
+# Layers of mixtures of experts of which only some were measured.
 CUT = 12
 
 
@@ -117,20 +117,22 @@ def windows() -> str:
     return table(["window", "H", "heads", *(f"`{n}`" for n in names)], body)
 
 
-def shapes(name: str, peer_name: str) -> str:
-    """Steps of the models of a file, beside the peer's."""
+def shapes(name: str) -> str:
+    """Steps of the models of a file, beside the peer of the same run."""
     rows = read(name)
-    peers = {(r["layers"], r["T"]): r for r in rows if r["system"] != "bptjax"}
+    peers = {(r.get("run"), r["layers"], r["T"]): r for r in rows if r["system"] != "bptjax"}
     body = []
     for row in rows:
         if row["system"] == "bptjax":
-            full = f"full fine-tuning, {row['layers']} layers"
-            work = ADAPTERS.get(row["settings"].get("adapter.type"), full)
+            kind = ADAPTERS.get(row["settings"].get("adapter.type"), "full fine-tuning")
+            work = kind + f", {CUT} layers" * (row["layers"] == CUT)
             ours = f"{row['tokens_per_second']:,.0f}, {gib(row)}"
-            peer = beside(peers.get((row["layers"], row["T"])), row)
-            cells = [DECODERS[row["decoder"]], work, tokens(row), settings(row), ours, *peer]
+            cells = [DECODERS[row["decoder"]], work, tokens(row), settings(row), ours]
+            if peer := peers.get((row.get("run"), row["layers"], row["T"])):
+                theirs, ratio = beside(peer, row)
+                cells += [f"{peer_name(peer)}: {theirs}", ratio]
             body.append([*cells, "", ""][:7])
-    head = ["", "", "tokens", "settings", "bptjax", peer_name, "ratio"]
+    head = ["", "", "tokens", "settings", "bptjax", "peer", "ratio"]
     return table(head, body)
 
 
@@ -291,9 +293,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "kernels": kernels,
     "windows": windows,
     "wide": wide,
-    "mixtures": lambda: shapes("mixture_h200.json", "transformers + PEFT + Liger"),
+    "mixtures": lambda: shapes("mixture_h200.json"),
     "rules": rules,
-    "hybrids": lambda: shapes("hybrid_h200.json", "transformers + PEFT + fla + Liger"),
+    "hybrids": lambda: shapes("hybrid_h200.json"),
     "compare": compare,
     "plans": plans,
     "loss": loss,
