@@ -155,7 +155,8 @@ def test_markers_are_seen_from_afar_but_not_before(tokens):
     assert seen(tokens.at[0, jnp.array([12, 35])].set(tokens[0, jnp.array([35, 12])])) == near
 
 
-@pytest.mark.parametrize("name", fast(["markers", "fixed"], ["markers"]))
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", ["markers", "fixed"])
 def test_schedules_kernels_and_the_cache_agree(name, tokens):
     model = decoder(name)
     wanted = hidden(model, tokens)

@@ -95,7 +95,8 @@ def run(model, prompts, **options):
     return np.stack(list(generate(model, prompts, **how)), 1)
 
 
-@pytest.mark.parametrize("chunk", fast([1, 4, 100], [4]))
+@pytest.mark.thorough
+@pytest.mark.parametrize("chunk", [1, 4, 100])
 def test_chunks_and_other_prompts_change_nothing(model, chunk):
     rng = np.random.default_rng(0)
     prompts = [rng.integers(0, 61, n) for n in (1, 19)]
@@ -418,9 +419,8 @@ def test_stop_strings_may_span_tokens(model):
     assert all(len(b[0]) <= len(a[0]) + 1 for b, a in itertools.pairwise(texts[::-1]))
 
 
-@pytest.mark.parametrize(
-    "kind, turns", fast([("full", 3), ("full", 5), ("windows", 5)], [("full", 3)])
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize("kind, turns", [("full", 3), ("full", 5), ("windows", 5)])
 def test_a_held_cache_changes_no_token(model, kind, turns, monkeypatch):
     """Turns of a chat that go on, that change an earlier token, that outgrow the cache, and that
     start anew. Only tokens after the common start are read, in chunks."""

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from models.test_decoder import MODELS, ROTARY
 from ops.comparing import close, quick
-from tiers import fast
 
 from bptjax.data.examples import sequence
 from bptjax.data.trees import tree
@@ -123,7 +122,8 @@ def test_answers_do_not_see_each_other():
 MIXERS = "linear attention, gate", "short convolution"
 
 
-@pytest.mark.parametrize("name", fast(MIXERS, ["short convolution"]))
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", MIXERS)
 def test_two_branches_of_layers_with_a_state(name):
     """Trees of two branches are their separate rows, packed with a document; trees of three give
     NaN, and leave other sequences as they are."""

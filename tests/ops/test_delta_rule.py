@@ -182,7 +182,8 @@ def test_thousands_of_documents():
     close(state, k[:, -1, :, :, None] * written[:, -1, :, None])
 
 
-@pytest.mark.parametrize("at", fast([4, 30, 44], [30]))
+@pytest.mark.thorough
+@pytest.mark.parametrize("at", [4, 30, 44])
 def test_halves_make_the_whole(at):
     """With the state handed on at a document's start, inside documents, and at their ends; also
     the gradients, through the state."""

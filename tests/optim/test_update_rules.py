@@ -12,7 +12,6 @@ import pytest
 from flax import nnx
 from optax.contrib import MuonDimensionNumbers, muon
 from optim.test_optimizer import CONFIG, Model, assert_close, on, run, update
-from tiers import fast
 
 from bptjax.optim.optimizer import init_opt_state
 from bptjax.optim.update_rules import orthogonalize
@@ -37,7 +36,8 @@ def kernels(key):
     }
 
 
-@pytest.mark.parametrize("parallel", fast([None, ParallelConfig(dp=2, fsdp=2, tp=2)], [None]))
+@pytest.mark.thorough
+@pytest.mark.parametrize("parallel", [None, ParallelConfig(dp=2, fsdp=2, tp=2)])
 def test_muon_is_optax(parallel):
     """On each layer by itself, with heads merged; on a mesh too, where kernels are sharded."""
     dims = {name: {"kernel": row[-1]} for name, row in KERNELS.items()}

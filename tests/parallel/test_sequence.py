@@ -151,6 +151,7 @@ def test_heads_exchanged_by_some_devices(sp, heads):
     close(got, tuple(x[:, order] for x in plain), scale=2.0)
 
 
+@pytest.mark.thorough
 def test_zigzag_is_an_order_like_any_other():
     order = zigzag(T, 4)
     assert sorted(order) == list(range(T)) and order[:6].tolist() == [*range(6)]

@@ -181,7 +181,8 @@ ON_HOST = {
 }
 
 
-@pytest.mark.parametrize("name", fast(ON_HOST, {"decoder"}))
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", ON_HOST)
 def test_exact_clipping_with_gradients_on_the_host(batch, name):
     """The same step as with all gradients on the device, to rounding errors of the gradients: the
     updates are the same program."""

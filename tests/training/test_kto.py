@@ -85,9 +85,8 @@ def assert_close(found, wanted, scale=1.0):
         assert np.linalg.norm(a - b) <= 1e-5 * max(np.linalg.norm(b), 1e-2)
 
 
-@pytest.mark.parametrize(
-    "shared", [False, pytest.param(True, marks=pytest.mark.thorough)], ids=["apart", "shared"]
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize("shared", [False, True], ids=["apart", "shared"])
 def test_equals_separate_rows(shared):
     spec, state, batch = spec_and_state(share_prompt=shared)
     sums, grads, count = gradient_sums(spec, batch, state=state)

@@ -126,6 +126,7 @@ def test_so_it_is_in_8_bits(batch):
     )
 
 
+@pytest.mark.thorough
 def test_gradients_are_those_of_the_merged_kernel(batch):
     """dL/da = scale · dL/dW · bᵀ and dL/db = scale · aᵀ · dL/dW, W the sum of base and product."""
     spec = make_spec(adapter=dict(type="lora", dropout=0.0))
