@@ -77,8 +77,15 @@ def unfold_sequence_shards(tree: Any) -> Any:
 
 
 def in_chunks(f: Callable[..., Any], params: Any, x: Any, **options: Any) -> Any:
-    """Computes `blockwise(f, params, x, **options)`; each device loops over chunks of its own
-    tokens."""
+    """Computes `blockwise(f, params, x, **options)`. On a mesh, each device divides its own tokens
+    into chunks.
+
+    Args:
+      x: pytree of `[B, T, ...]` arrays.
+
+    Returns:
+      what `blockwise` returns.
+    """
     # The mesh may not evenly divide the tokens or sequences of a decoding step.
     if not divides(jax.tree.leaves(x)[0]):
         return blockwise(f, params, x, **options)

@@ -29,9 +29,8 @@ GREEDY = Sampling(temperature=0.0)
 KEY = jax.random.key(0)
 # Families' first case, and all whose options decoding has to know of.
 WORDS = "window,", "dynamic", "longrope, long", "6 heads, par"
-# Decoding differs from reading at once in the cache, positions and windows. In these, the families
-# are like "llama" or a case of another family; what they have of their own is in each token alone,
-# and test_parity.py compares it.
+# Decoding needs a cache, positions and windows. These families handle them as "llama" or a case of
+# another family does. The rest of their layers reads one token at a time, as test_parity.py checks.
 ALIKE = {
     *("mistral", "mistral: no window, tied", "mixtral", "qwen2", "qwen3", "qwen3_moe", "olmoe"),
     *("gemma", "phi", "phi3", "seed_oss", "stablelm", "starcoder2", "ernie4_5", "granite"),
