@@ -29,7 +29,7 @@ CUT = 12
 def steps(name: str) -> str:
     body = []
     for row, peer in pairs(name):
-        cells = [DECODERS[row["decoder"]], tokens(row), settings(row)]
+        cells = [DECODERS[row["decoder"]], tokens(row), with_clip(row)]
         cells += [f"{row['tokens_per_second']:,.0f}, {gib(row)}"]
         if peer:
             theirs, ratio = beside(peer, row)
@@ -199,18 +199,19 @@ def compare() -> str:
 
 
 def loss() -> str:
-    """The fused loss by chunk, beside Liger's."""
-    body: dict[tuple[int, int], dict[str, str]] = {}
+    """The fused loss by chunk, beside Liger's kernels."""
+    body: dict[tuple[int, int, int], dict[str, str]] = {}
     rows = [row for row in read("loss_h200.json") if "run" not in row]
     for row in rows:
         cell = f"{row['ms']:.1f} ms, {row['extra_gib']:.2f} GiB"
-        body.setdefault((row["T"], row["D"]), {})[row["loss"]] = cell
+        body.setdefault((row["T"], row["D"], row["V"]), {})[row["loss"]] = cell
     ways = list(dict.fromkeys(row["loss"] for row in rows))
     lines = [
-        [f"{T:,}", f"{D:,}", *(cells.get(w, "") for w in ways)] for (T, D), cells in body.items()
+        [f"{T:,}", f"{D:,}", f"{V:,}", *(cells[way] for way in ways)]
+        for (T, D, V), cells in body.items()
     ]
     chunks = [re.sub(r"chunk (\d+)", r"`ce_chunk: \1`", way) for way in ways]
-    return table(["tokens", "width", *chunks], lines)
+    return table(["tokens", "width", "vocabulary", *chunks], lines)
 
 
 def plans() -> str:
@@ -248,13 +249,17 @@ def auto(name: str) -> str:
         work += ", QLoRA" if row["settings"].get("adapter.type") == "qlora" else ""
         limit = f"{budget(row)} GiB" if budget(row) else ""
         ours = f"{row['tokens_per_second']:,.0f}, {gib(row)}"
-        clip = row["settings"].get("optimizer.clip")
-        chosen = ", ".join([settings(row), *([f"`clip: {clip}`"] if clip else [])])
-        cells = [work, tokens(row), limit, f"`{row['attention']}`", chosen]
+        cells = [work, tokens(row), limit, f"`{row['attention']}`", with_clip(row)]
         cells += [f"{row['choice_s']:.0f} s", ours]
         body.append([*cells, *beside(peer, row), "", ""][:9])
     head = ["", "tokens", "budget", "attention", "chosen settings", "time to choose"]
     return table([*head, "bptjax", "PyTorch", "ratio"], body)
+
+
+def with_clip(row: Row) -> str:
+    """Formats settings, and how gradients are clipped if that is set."""
+    clip = row["settings"].get("optimizer.clip")
+    return ", ".join([settings(row), *([f"`clip: {clip}`"] if clip else [])])
 
 
 def beside(peer: Row | None, row: Row) -> list[str]:

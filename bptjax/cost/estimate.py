@@ -29,6 +29,10 @@ from bptjax.training.state import abstract_state, kernel_sizes, split_trained
 STREAM_TRAFFIC, FEED_FORWARD_TRAFFIC = 80, 19
 # Workspace of a layer in elements per token: STREAM_WORKSPACE · D + FEED_FORWARD_WORKSPACE · F.
 STREAM_WORKSPACE, FEED_FORWARD_WORKSPACE = 12, 3.5
+# Of a mixture of experts, per row that a token has in one of its experts, / D: memory traffic and
+# workspace in elements; and the bytes that a chunk moves per weight of all experts, whatever its
+# rows. Fitted to the steps in mixture_h200.json.
+ROW_TRAFFIC, ROW_WORKSPACE, EXPERTS_TRAFFIC = 68, 5, 13
 # Bytes moved by rounding to 8 bits, per element of the inputs and outputs of linear layers, in a
 # compiled step of an 8B decoder.
 FLOAT8_TRAFFIC = 4.4
@@ -99,8 +103,9 @@ class Estimator:
         # Experts are not converted, and take most of a step.
         linear = FEED_FORWARDS[self.model.feed_forward].LINEAR
         self.float8 = train.linear == "float8" and linear
+        self.quantized = spec.config.adapter.type == "qlora"
         # The quantized kernels of QLoRA are dequantized to 8 bits one layer at a time.
-        if train.linear == "float8" and spec.config.adapter.type != "qlora":
+        if train.linear == "float8" and not self.quantized:
             sizes = kernel_sizes(spec, sharded=spec.config.parallel.zero_stage == 3)
             self.held += sum(math.prod(x) for x in sizes.values())
         self.frozen = spec.config.adapter.type != "none"
@@ -223,7 +228,12 @@ class Estimator:
         # Count all experts on the device, not only routed ones.
         stored = m.stored_F / m.active_F / self.ep
         of_mlp = chunked & {"gate", "up", "down"}
-        weights = sum(self.products[k][0] * (stored if k in of_mlp else 1) for k in chunked)
+        mlp = stored * sum(self.products[k][0] for k in of_mlp)
+        weights = mlp + sum(self.products[k][0] for k in chunked - of_mlp)
+        rows = m.experts.per_token if m.feed_forward == "experts" else 0
+        if rows:
+            traffic += size * ROW_TRAFFIC * n * L * rows * m.hidden_size
+            traffic += EXPERTS_TRAFFIC * L * mlp * chunks
         # Each chunk reads and writes float32 gradients.
         if not self.frozen:
             traffic += 8 * vocab * math.ceil(n / execution.ce_chunk)
@@ -242,10 +252,16 @@ class Estimator:
         seconds += EXPOSED_STATES * self.states_on_host / rates.link
 
         chunk = n * min(execution.ffn_chunk / self.sequence, 1.0)
-        stream = (STREAM_WORKSPACE - HEADS_WORKSPACE * (1 - 1 / groups)) * n * m.hidden_size
+        heads = max(m.hidden_size, m.num_heads * m.H // tp)
+        stream = (STREAM_WORKSPACE - HEADS_WORKSPACE) * n * m.hidden_size
+        stream += HEADS_WORKSPACE / groups * n * heads
         stream += FEED_FORWARD_WORKSPACE * chunk * m.active_F / tp
+        stream += ROW_WORKSPACE * chunk * rows * m.hidden_size
         # Tokens of all devices that share the experts, their gradients, and a float32 sum.
         stream += (2 + 4 / size) * chunk * m.hidden_size * self.ep if self.ep > 1 else 0
+        if self.quantized and not none:
+            # `Execution.prepare` dequantizes a layer's kernels for all chunks.
+            stream += mlp + sum(p for k, (p, _) in self.products.items() if k not in of_mlp)
         workspace = size * stream + (4 * weights if chunks > 1 and not self.frozen else 0)
         loss = 6 * min(execution.ce_chunk, n) * classes / tp + (0 if self.frozen else 4 * vocab)
         # The hidden states of a reference are beside those of the model.
