@@ -211,7 +211,7 @@ def _backward(f, chunk, axes, placements, residuals, cotangents):
     def local(params, x, dy, dsums, axes):
         floats, with_params = _partition(params, differentiated.leaves)
         sums = [jnp.zeros_like(p, jnp.float32) for p in floats]
-        places: list[int] = []
+        places: list[int] = []  # Of the gradients of x; known once `scan` has traced `add`.
 
         def add(carry, chunks):
             (sums, dy), (i, x, inside) = carry, chunks

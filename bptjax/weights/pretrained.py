@@ -268,7 +268,7 @@ def resolve_checkpoint(name: str, weights: bool = True) -> Path:
     if directory.is_dir():
         check_links(directory)
         return directory
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+", name) or directory.exists():
+    if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name) or directory.exists():
         raise ValueError(f"model.name_or_path={name}: must be a directory or a hub id")
     from huggingface_hub import snapshot_download
 

@@ -87,7 +87,7 @@ BAD = {
         ["--parallel.coordinator=h:99999", "--parallel.num_processes=2", "--parallel.process_id=0"],
         "parallel.coordinator=h:99999: must be host:port",
     ),
-    "no such checkpoint": (["--model.name_or_path", "/nowhere"], "/nowhere: must be a directory"),
+    "no such checkpoint": (["--model.name_or_path", "./nowhere"], "./nowhere: must be a directory"),
     "missing config": (["--config", "nowhere.yaml"], "nowhere.yaml"),
     "missing file": (["--data.path", "/nowhere.txt"], "/nowhere.txt"),
     "no heads": (["--model.num_heads", "3"], "num_heads=3"),
