@@ -37,6 +37,7 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
     os.environ["XDG_CACHE_HOME"] = f"{CACHE.name}/home"
 
 import jax  # noqa: E402
+import jaxtyping  # noqa: E402
 import pytest  # noqa: E402
 from jaxtyping import install_import_hook  # noqa: E402
 from ops.shapes import check  # noqa: E402
@@ -48,6 +49,7 @@ hook = install_import_hook(
     ["bptjax.ops", "bptjax.parallel", "bptjax.models"],
     f"{check.__module__}.{check.__name__}",
 ).hook
+jaxtyping.jaxtyped = lambda typechecker: typechecker  # The hook's decorator: `check` alone.
 checked = hook.should_instrument
 # But for what Triton compiles from its source, and for configs, which hold no arrays: estimates of
 # a step read their properties a million times.
