@@ -8,6 +8,7 @@ import tempfile
 from collections import Counter
 from importlib.metadata import version
 from importlib.util import find_spec
+from typing import Any
 
 FLAGS = ["--xla_force_host_platform_device_count=8", "--xla_backend_optimization_level=0"]
 FLAGS += ["--xla_cpu_parallel_codegen_split_count=1"]  # A program has one module for LLVM.
@@ -49,7 +50,9 @@ hook = install_import_hook(
     ["bptjax.ops", "bptjax.parallel", "bptjax.models"],
     f"{check.__module__}.{check.__name__}",
 ).hook
-jaxtyping.jaxtyped = lambda typechecker: typechecker  # The hook's decorator: `check` alone.
+# The hook's decorator adds nothing to `check`.
+decorator: Any = lambda typechecker: typechecker  # noqa: E731
+jaxtyping.jaxtyped = decorator
 checked = hook.should_instrument
 # But for what Triton compiles from its source, and for configs, which hold no arrays: estimates of
 # a step read their properties a million times.
