@@ -29,9 +29,9 @@ from bptjax.training.state import abstract_state, kernel_sizes, split_trained
 STREAM_TRAFFIC, FEED_FORWARD_TRAFFIC = 80, 19
 # Workspace of a layer in elements per token: STREAM_WORKSPACE · D + FEED_FORWARD_WORKSPACE · F.
 STREAM_WORKSPACE, FEED_FORWARD_WORKSPACE = 12, 3.5
-# Of a mixture of experts, per row that a token has in one of its experts, / D: memory traffic and
-# workspace in elements; and the bytes that a chunk moves per weight of all experts, whatever its
-# rows. Fitted to the steps in mixture_h200.json.
+# In a mixture of experts, a token has a row in each of its experts. Memory traffic and workspace of
+# a row, in elements / D, and the bytes that each chunk moves for each weight of all experts. Fitted
+# to the steps in mixture_h200.json.
 ROW_TRAFFIC, ROW_WORKSPACE, EXPERTS_TRAFFIC = 68, 5, 13
 # Bytes moved by rounding to 8 bits, per element of the inputs and outputs of linear layers, in a
 # compiled step of an 8B decoder.
