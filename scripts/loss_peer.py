@@ -8,7 +8,6 @@ and the distribution of the inputs are those of scripts/loss.py. Appends a row t
 """
 
 import argparse
-import json
 import os
 import statistics
 import time
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from timing import append_row
 
 NAMES = {"triton": "Triton", "cutedsl": "LIGER_KERNEL_IMPL=cutedsl", "scaled": "CuTe"}
 
@@ -55,10 +55,7 @@ def main() -> None:
     row = dict(loss=f"Liger, {NAMES[args.kernels]}", T=T, D=D, V=V, system="torch")
     row |= dict(ms=statistics.median(times[2:]), torch=torch.__version__)
     row |= dict(extra_gib=(torch.cuda.max_memory_allocated() - held) / 2**30)
-    print(json.dumps(row), flush=True)
-    if args.out:
-        with args.out.open("a") as file:
-            file.write(json.dumps(row) + "\n")
+    append_row(args.out, row)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ it to `--out`.
 """
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -21,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from timing import needs
+from timing import append_row, needs
 
 from bptjax.config import Config
 from bptjax.config_parser import parse
@@ -334,10 +333,7 @@ def main() -> None:
         **measure(spec, args.steps, args.profile, args.warmup, batch),
     )
     row |= dict(device=jax.devices()[0].device_kind, jax=jax.__version__)
-    print(json.dumps(row), flush=True)
-    if args.out:
-        with args.out.open("a") as file:
-            file.write(json.dumps(row) + "\n")
+    append_row(args.out, row)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ product and attention, this is torchtitan's way. Appends a row to `--out`.
 
 import argparse
 import contextlib
-import json
 import statistics
 import time
 from collections.abc import Callable
@@ -25,6 +24,7 @@ from typing import Any
 
 import torch
 from step import DECODERS
+from timing import append_row
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bptjax.models.config import ModelConfig
@@ -187,10 +187,7 @@ def main() -> None:
     row = dict(system="transformers + Liger", decoder=args.decoder, T=args.length, flags=said)
     row |= measure(make(DECODERS[args.decoder], args, "cuda"), args.length, args.steps)
     row |= dict(device=torch.cuda.get_device_name(), torch=torch.__version__)
-    print(json.dumps(row), flush=True)
-    if args.out:
-        with args.out.open("a") as file:
-            file.write(json.dumps(row) + "\n")
+    append_row(args.out, row)
 
 
 if __name__ == "__main__":

@@ -64,6 +64,14 @@ def attempt(measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     return dict(status=f"failed: {text.splitlines()[0]}")
 
 
+def append_row(out: Path | None, row: dict[str, Any]) -> None:
+    """Prints a row as JSON, and appends it to the file."""
+    print(json.dumps(row), flush=True)
+    if out:
+        with out.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+
+
 def add_row(rows: list[dict[str, Any]], out: Path | None, **row: Any) -> None:
     """Adds a row with the device and versions, prints it, and writes all rows as JSON or CSV."""
     rows.append(row | dict(device=jax.devices()[0].device_kind, jax=jax.__version__))
