@@ -23,7 +23,12 @@ DECODERS = {
     "qwen3.5-9b": "Qwen3.5-9B's shape",
 }
 # Names of peers, by a word of `system` in their rows.
-PEERS = {"Unsloth": "Unsloth", "PEFT": "transformers + PEFT", "Liger": "transformers + Liger"}
+PEERS = {
+    "Unsloth": "Unsloth",
+    "PEFT": "transformers + PEFT",
+    "torch.compile": "transformers + torch.compile",
+    "Liger": "transformers + Liger",
+}
 IN_BACKWARD = "in_backward_h200.jsonl"
 WORKS = {"QLoRA": "qlora_h200.json", "full fine-tuning": "step_h200.json"}
 ADAPTERS = {"lora": "LoRA", "qlora": "QLoRA"}

@@ -271,8 +271,9 @@ def beside(peer: Row | None, row: Row) -> list[str]:
 
 def in_backward(name: str) -> str:
     """Steps of an 8B whose layers are updated after or inside the backward pass."""
-    body = []
-    for row in read(name):
+    body, rows = [], read(name)
+    layers = max(row["layers"] for row in rows)
+    for row in (row for row in rows if row["layers"] == layers):
         if "system" in row:
             name = ", ".join([peer_name(row), *row.get("flags", ())])
             body.append([tokens(row | {"settings": {}}), name, "", ""])

@@ -20,6 +20,7 @@ from bptjax.models.feed_forwards import FEED_FORWARDS
 from bptjax.models.transformer import Transformer
 from bptjax.objectives.answers import score_answers, sum_by_document
 from bptjax.objectives.cross_entropy import ForwardPass
+from bptjax.ops.attention import fa4
 from bptjax.ops.determinism import compiler_options, deterministic
 from bptjax.ops.target import is_absent, platform
 from bptjax.optim.optimizer import apply_gradients
@@ -405,6 +406,9 @@ def compile_step(
         # With the default of 2, most transfers to and from host memory wait for each other, and
         # the layers for them.
         options["xla_gpu_experimental_parallel_async_compute_limit"] = "64"
+    if is_absent() and platform() == "gpu":
+        # As in runs with fa4-jax, which set `fa4.XLA_FLAG`.
+        options[fa4.XLA_OPTION] = False
     with jax.set_mesh(spec.mesh), deterministic(spec.config.train.deterministic):
         compiled = step.lower(state, batch).compile(options | compiler_options())
     if float8 and not is_absent():

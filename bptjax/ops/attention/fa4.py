@@ -24,8 +24,9 @@ from bptjax.ops.mask import Mask
 from bptjax.ops.softmax import merge_states
 from bptjax.ops.target import capability, is_absent, like, platform, stand_in
 
-# XLA fuses slices into these calls, which makes their gradients wrong.
-XLA_FLAG = "--xla_gpu_enable_dynamic_slice_fusion=false"
+# With this option XLA fuses slices into these calls, which makes their gradients wrong.
+XLA_OPTION = "xla_gpu_enable_dynamic_slice_fusion"
+XLA_FLAG = f"--{XLA_OPTION}=false"
 # Runs batches whose documents are too many or not contiguous. The batch decides at run time, so the
 # fallback must support the arguments too. For such a batch FlashAttention-4 gets empty documents,
 # and the fallback overwrites its results; a branch would wait for the condition in every layer.
