@@ -28,7 +28,7 @@ from bptjax.ops.quantize import (
 )
 from bptjax.ops.stacked import get_entry, put_entry
 from bptjax.ops.target import platform
-from bptjax.optim import int8_triton
+from bptjax.optim import adamw_triton
 from bptjax.optim.update_rules import AdamW, Lion, Muon, UpdateRule
 from bptjax.parallel.sliced_update import SLICE_ELEMENTS, update_in_slices
 
@@ -363,10 +363,10 @@ class Update:
         decay = config.known("weight_decay") * is_decayed(p)
         given = self.scale, self.rate, decay, self.count
         old = p, {name: slots[name] for name in rule.slots}
-        if _kernel(rule, old, g) == "triton" and isinstance(rule, AdamW):
-            # With the bits of a single slice.
-            key, entry = fold_in(key, 0), 0 if index is None else index
-            return int8_triton.step(rule, *given, old, g, key, when, entry)
+        if _kernel(rule, old, g, index is not None) == "triton" and isinstance(rule, AdamW):
+            if config.state_dtype == "int8":
+                key = fold_in(key, 0)  # The bits of a single slice.
+            return adamw_triton.step(rule, *given, old, g, key, when, 0 if index is None else index)
         step = partial(_step, rule, *given)
         # In XLA, int8 blocks, host transfers and matrix products need leaf-sized temporaries, so
         # update these slice by slice. It fuses the rest into one in-place kernel (except on CPU).
@@ -392,7 +392,7 @@ class Update:
 def _step(rule, scale, rate, decay, count, old, g, key):
     """Returns (parameter, slots) after a step with gradient `g`; all may be slices."""
     if _kernel(rule, old, g, last=True) == "triton" and isinstance(rule, AdamW):
-        return int8_triton.step(rule, scale, rate, decay, count, old, g, key)
+        return adamw_triton.step(rule, scale, rate, decay, count, old, g, key)
     p, slots = old
     g = g.get_value().astype(jnp.float32) * scale
     loaded = {name: _load(slots[name], squared) for name, squared in rule.slots.items()}
@@ -417,23 +417,28 @@ def _step(rule, scale, rate, decay, count, old, g, key):
     return _store(x, p, second.astype(jnp.uint16)), slots
 
 
-def _kernel(rule: UpdateRule, old: Any, g: nnx.Variable, last: bool = False) -> str:
+def _kernel(
+    rule: UpdateRule, old: Any, g: nnx.Variable, entry: bool = False, last: bool = False
+) -> str:
     """Returns the implementation that updates a parameter, or slices of it. An open
-    `record_choices` records it for states in int8.
+    `record_choices` records it, but not where XLA needs one kernel only: states in more bits than
+    int8, unless one entry of a stack is updated.
 
     Args:
+      entry: whether to update one entry of a stack.
       last: whether no smaller slices follow, which another implementation might update.
     """
-    if not any(isinstance(slot, dict) for slot in old[1].values()):
+    int8 = any(isinstance(slot, dict) for slot in old[1].values())
+    if not int8 and not entry:
         return "xla"
     reason = (
         "updates states of adamw only"
         if not isinstance(rule, AdamW)
-        else int8_triton.unsupported(old, g)
+        else adamw_triton.unsupported(old, g)
     )
     name = "xla" if reason else "triton"
-    if last or name == "triton":
-        record("update of int8 states", name, {"triton": reason} if reason else {})
+    if last or not int8 or name == "triton":
+        record("update of states", name, {"triton": reason} if reason else {})
     return name
 
 

@@ -21,7 +21,7 @@ from bptjax.ops.attention.contract import QKV, AttentionSpec
 from bptjax.ops.delta_rule import gated_delta_rule
 from bptjax.ops.grouped_matmul import grouped_matmul
 from bptjax.ops.mask import Mask
-from bptjax.optim import int8_triton, int8_triton_kernels
+from bptjax.optim import adamw_triton, adamw_triton_kernels
 from bptjax.optim.optimizer import OptimizerConfig, init_opt_state
 from bptjax.optim.update_rules import AdamW
 
@@ -110,16 +110,16 @@ def rule(H, W, dtype="bfloat16"):
     pull((out, state))
 
 
-def states(dtype, size):
-    """An update of a parameter of this dtype and last axis, whose slots are in int8."""
+def states(dtype, size, kind="int8"):
+    """An update of a parameter of this dtype and last axis, with slots of this kind."""
     p, count, key = (
         nnx.Param(jnp.zeros((8, size), dtype), axes=(None,)),
         jnp.ones((), int),
         jnp.zeros(2),
     )
-    slots = init_opt_state(OptimizerConfig(state_dtype="int8"), [p]).slots
+    slots = init_opt_state(OptimizerConfig(state_dtype=kind), [p]).slots
     old = p, {name: tree[0] for name, tree in slots.items()}
-    int8_triton.step(AdamW(0.9, 0.95, 1e-8), 1.0, 0.1, 0.1, count, old, p, key.astype("uint32"))
+    adamw_triton.step(AdamW(0.9, 0.95, 1e-8), 1.0, 0.1, 0.1, count, old, p, key.astype("uint32"))
 
 
 def one_query():
@@ -147,7 +147,7 @@ def main():
             (grouped_triton, grouped_triton_kernels),
             (triton_flash, triton_kernels),
             (delta_triton, delta_triton_kernels),
-            (int8_triton, int8_triton_kernels),
+            (adamw_triton, adamw_triton_kernels),
         ):
             module.CALL = functools.partial(call, of, kernels)
             module.capability = lambda device=None, of=of: of
@@ -161,6 +161,8 @@ def main():
         rule(128, 128)
         states("bfloat16", 512)
         states("float32", 128)
+        states("bfloat16", 512, "bfloat16")
+        states("float32", 512, "float32")
         if newest:
             rule(64, 192, "float32")
 

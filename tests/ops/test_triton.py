@@ -55,7 +55,7 @@ def test_versions_of_jax_triton(installed, reason, monkeypatch):
 # The interpreter is slow, and other features contain these.
 CONTAINED = "mqa", "segments", "dropout", "alibi, 6 heads"
 INTERPRETED = [name for name in FEATURES if name not in CONTAINED]
-INTERPRETED += ["experts", "over", "stack", "delta rule", "int8 states"]
+INTERPRETED += ["experts", "over", "stack", "delta rule", "states"]
 SOME = ["everything", "experts"]
 
 
@@ -86,7 +86,7 @@ def test_kernels_compile():
     assert done.returncode == 0, done.stderr[-2000:]
     lines = [line.split("\t") for line in done.stdout.splitlines()]
     sizes = {of: [int(size) for _, each, size in lines if each == of] for _, of, _ in lines}
-    assert {of: len(each) for of, each in sizes.items()} == {"9.0": 48, "8.0": 22, "8.9": 22}
+    assert {of: len(each) for of, each in sizes.items()} == {"9.0": 50, "8.0": 24, "8.9": 24}
     for of, limit in (("9.0", 227), ("8.0", 163), ("8.9", 99)):
         assert max(sizes[of]) <= limit * 1024, sizes
 

@@ -15,7 +15,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 from tiers import fast
 
 from bptjax.ops.choices import record_choices
-from bptjax.optim.optimizer import OptimizerConfig, _load, apply_gradients, init_opt_state
+from bptjax.optim.optimizer import (
+    OptimizerConfig,
+    Update,
+    _load,
+    apply_gradients,
+    init_opt_state,
+)
 from bptjax.parallel.mesh import ParallelConfig, make_mesh, sharding
 from bptjax.parallel.sliced_update import SLICE_ELEMENTS
 
@@ -356,10 +362,10 @@ def test_moments_stay_in_host_memory_on_a_gpu(optimizer, kind):
         np.testing.assert_allclose(*both, rtol=ulp, atol=code)
 
 
-def test_the_implementation_of_int8_updates_is_recorded():
+def test_the_implementation_of_updates_is_recorded():
     model = Model(jax.random.key(0))
     for kind, lines in (
-        ("int8", [["update of int8 states: xla", "  not triton: needs an NVIDIA GPU"]]),
+        ("int8", [["update of states: xla", "  not triton: needs an NVIDIA GPU"]]),
         ("bfloat16", []),
     ):
         with record_choices() as choices:
@@ -376,10 +382,43 @@ def test_int8_states_by_triton_and_by_xla_agree(dtype, monkeypatch):
         model = Model(jax.random.key(0), D=D, F=F, dtype=dtype)
         got = run(config, model)
         with monkeypatch.context() as patch:
-            patch.setattr("bptjax.optim.int8_triton.unsupported", lambda *_: "test")
+            patch.setattr("bptjax.optim.adamw_triton.unsupported", lambda *_: "test")
             wanted = run(config, model)
         for x, y in zip(*map(jax.tree.leaves, (got, wanted)), strict=True):
             difference = np.abs(np.asarray(x, np.float64) - np.asarray(y, np.float64))
             largest = np.abs(np.asarray(y, np.float64)).max()
             # A value next to a half may be rounded either way, and later steps start from it.
             assert difference.mean() < 1e-4 * largest and difference.max() < 0.1 * largest
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["bfloat16", "float32"])
+def test_an_entry_by_triton_and_by_xla_agrees(kind, monkeypatch):
+    """On a GPU, in the memory of the old state."""
+    keys = jax.random.split(jax.random.key(0), 2)
+    config = replace(CONFIG, state_dtype=kind)
+    p = nnx.Param(jax.random.normal(keys[0], (3, 512, 250), jnp.bfloat16), axes=3 * (None,))
+    g = p.replace(jax.random.normal(keys[1], (512, 250), jnp.bfloat16))
+
+    def updated():
+        slots = {name: tree[0] for name, tree in init_opt_state(config, [p]).slots.items()}
+
+        @partial(jax.jit, donate_argnums=(0, 1))
+        def step(p, slots, count):
+            update = Update(config, 1e-2, 0.5, count, jnp.array([1, 2], jnp.uint32))
+            return update(0, p, g, slots, when=jnp.array(True), index=jnp.array(1))
+
+        state = jax.tree.map(jnp.copy, (p, slots))
+        for count in range(1, 4):
+            state = step(*state, jnp.array(count))
+        return state
+
+    with record_choices() as choices:
+        got = updated()
+    assert [choice.name for choice in choices] == ["triton"]
+    monkeypatch.setattr("bptjax.optim.adamw_triton.unsupported", lambda *_: "test")
+    for x, y in zip(*map(jax.tree.leaves, (got, updated())), strict=True):
+        x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
+        np.testing.assert_array_equal(x[::2], y[::2])
+        # A value may be rounded either way, and later steps start from it.
+        np.testing.assert_allclose(x, y, rtol=2.0**-6, atol=1e-6)

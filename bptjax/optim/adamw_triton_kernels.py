@@ -1,6 +1,6 @@
-"""AdamW with states in int8 as a Triton kernel: the work of one program. `int8_triton` launches it.
+"""AdamW as Triton kernels: the work of one program. `adamw_triton` launches them.
 
-C is an `int8_triton.Constants`. Offsets have 64 bits: stacked parameters have more than 2³¹
+C is an `adamw_triton.Constants`. Offsets have 64 bits: stacked parameters have more than 2³¹
 elements.
 """
 
@@ -12,7 +12,30 @@ UNIT = tl.constexpr(0.5e-7)
 
 
 @triton.jit
-def adamw_kernel(
+def adamw_kernel(g, numbers, words, old_p, old_mu, old_nu, p, mu, nu, C: tl.constexpr):
+    """Updates C.rows elements of one entry of a parameter and its two slots; other arguments as
+    those of `adamw_int8_kernel`, with blocks of one element."""
+    if tl.load(words + 2) == 0:
+        return
+    total = tl.load(words + 4).to(tl.int64)
+    at = tl.program_id(0).to(tl.int64) * C.rows + tl.arange(0, C.rows)
+    elements = tl.load(words + 3).to(tl.int64) * total + at
+    inside = at < total
+
+    grad = tl.load(g + at, mask=inside, other=0.0).to(tl.float32) * tl.load(numbers)
+    m = tl.load(old_mu + elements, mask=inside, other=0.0).to(tl.float32)
+    v = tl.load(old_nu + elements, mask=inside, other=0.0).to(tl.float32)
+    x = tl.load(old_p + elements, mask=inside, other=0.0).to(tl.float32)
+    m, v, x = _update(m, v, x, grad, numbers, C)
+
+    first, second = _words(at.to(tl.uint32), words)
+    _store(p + elements, x, second & 0xFFFF, inside)
+    _store(mu + elements, m, first >> 16, inside)
+    _store(nu + elements, v, first & 0xFFFF, inside)
+
+
+@triton.jit
+def adamw_int8_kernel(
     g,
     numbers,
     words,
@@ -50,24 +73,15 @@ def adamw_kernel(
     codes = tl.load(old_mu + elements, mask=inside, other=0).to(tl.float32) - 127
     unit = tl.load(old_mu_absmax + blocks, mask=is_row, other=0.0)[:, None] * UNIT
     m = _value(tl.abs(codes), 0) * unit
-    m = C.beta1 * tl.where(codes < 0, -m, m) + (1 - C.beta1) * grad
+    m = tl.where(codes < 0, -m, m)
     codes = tl.load(old_nu + elements, mask=inside, other=0).to(tl.float32) + 1
     unit = tl.load(old_nu_absmax + blocks, mask=is_row, other=0.0)[:, None] * UNIT
     root = _value(codes, 1) * unit
-    v = C.beta2 * (root * root) + (1 - C.beta2) * (grad * grad)
-
     x = tl.load(old_p + elements, mask=inside, other=0.0).to(tl.float32)
-    m_hat, v_hat = m * tl.load(numbers + 3), v * tl.load(numbers + 4)
-    direction = m_hat / (tl.sqrt(v_hat) + C.epsilon)
-    x -= tl.load(numbers + 1) * (direction + tl.load(numbers + 2) * x)
+    m, v, x = _update(m, root * root, x, grad, numbers, C)
 
-    first = _mix(_mix(index ^ tl.load(words)) + tl.load(words + 1))
-    second = _mix(first + 0x9E3779B9)
-    if p.dtype.element_ty == tl.bfloat16:
-        bits = (x.to(tl.uint32, bitcast=True) + (second & 0xFFFF)) >> 16
-        tl.store(p + elements, bits.to(tl.uint16).to(tl.bfloat16, bitcast=True), mask=inside)
-    else:
-        tl.store(p + elements, x, mask=inside)
+    first, second = _words(index, words)
+    _store(p + elements, x, second & 0xFFFF, inside)
 
     absmax = tl.max(tl.abs(m), 1)
     tl.store(mu_absmax + blocks, absmax, mask=is_row)
@@ -81,6 +95,33 @@ def adamw_kernel(
     index = _round(root, absmax, first & 0xFFFF, root < 0, 1)
     # Never the code of zero, for the reason in `optimizer._store`.
     tl.store(nu + elements, tl.maximum(index - 1, 1).to(tl.uint8), mask=inside)
+
+
+@triton.jit
+def _update(m, v, x, grad, numbers, C: tl.constexpr):
+    """Returns both moments and the parameter after a step."""
+    m = C.beta1 * m + (1 - C.beta1) * grad
+    v = C.beta2 * v + (1 - C.beta2) * (grad * grad)
+    m_hat, v_hat = m * tl.load(numbers + 3), v * tl.load(numbers + 4)
+    direction = m_hat / (tl.sqrt(v_hat) + C.epsilon)
+    return m, v, x - tl.load(numbers + 1) * (direction + tl.load(numbers + 2) * x)
+
+
+@triton.jit
+def _words(index, words):
+    """Returns the two random words of each element, as `quantize.random_bits`."""
+    first = _mix(_mix(index ^ tl.load(words)) + tl.load(words + 1))
+    return first, _mix(first + 0x9E3779B9)
+
+
+@triton.jit
+def _store(to, x, noise, inside):
+    """Stores float32 x, in bfloat16 rounded stochastically by 16 random bits."""
+    if to.dtype.element_ty == tl.bfloat16:
+        bits = (x.to(tl.uint32, bitcast=True) + noise) >> 16
+        tl.store(to, bits.to(tl.uint16).to(tl.bfloat16, bitcast=True), mask=inside)
+    else:
+        tl.store(to, x, mask=inside)
 
 
 # Below, `first` is the exponent of the first decade: 0 of signed codes, 1 of unsigned ones.

@@ -1,5 +1,6 @@
-"""AdamW with states in int8 as one Triton kernel through jax-triton, on NVIDIA GPUs. It reads and
-writes each element once, where XLA's kernels pass on both moments in float32."""
+"""AdamW as Triton kernels through jax-triton, on NVIDIA GPUs. They read and write each element
+once. XLA's kernels pass on both moments: in float32 if the states are in int8, and as copies if one
+entry of a stack is updated."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ BLOCKS = 16, 32, 64, 128, 256
 # Elements of a program, and its warps.
 TILE = 1024, 4
 # Launches a kernel. Tests replace it to run kernels in Triton's interpreter.
-CALL: Callable[..., tuple[Array, ...]] = partial(triton_call, "bptjax.optim.int8_triton_kernels")
+CALL: Callable[..., tuple[Array, ...]] = partial(triton_call, "bptjax.optim.adamw_triton_kernels")
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class Constants:
     """Compile-time constants of a kernel, its one `tl.constexpr` argument.
 
     Attributes:
-      block: elements of a block.
+      block: elements of a block of int8 states; else 1.
       rows: blocks of a program; both are powers of two.
     """
 
@@ -43,17 +44,20 @@ class Constants:
 
 
 def unsupported(old: tuple[nnx.Variable, dict[str, Any]], g: nnx.Variable) -> str | None:
-    """Returns why `step` cannot update this parameter with states in int8, or these slices of it,
-    or None if it can."""
-    p, block = old[0], _block(old[0])
+    """Returns why `step` cannot update this parameter and its slots, or these slices of them, or
+    None if it can."""
+    p, mu = old[0], old[1]["mu"]
     if platform() != "gpu":
         return "needs an NVIDIA GPU"
     if compiler_shards_arrays():
         return "runs on one device, and the mesh has more"
     if p.dtype not in (jnp.float32, jnp.bfloat16):
         return f"takes parameters in float32 or bfloat16, not {p.dtype}"
-    if block not in BLOCKS or p.shape[-1] % block:
+    block = _block(*old)
+    if isinstance(mu, dict) and (block not in BLOCKS or p.shape[-1] % block):
         return f"takes last axes of whole blocks, not {p.shape[-1]}"
+    if g.get_value().size >= 2**32:
+        return "counts the elements of an entry in 32 bits"
     if {jax.typeof(x).memory_space for x in jax.tree.leaves((old, g))} != {jax.memory.Space.Device}:
         return "takes arrays in device memory"
     return unusable()
@@ -84,7 +88,7 @@ def step(
     p, slots = old
     held, structure = jax.tree.flatten((p, slots["mu"], slots["nu"]))
     corrections = 1 / bias(rule.beta1, count), 1 / bias(rule.beta2, count)
-    (size, warps), block = TILE, _block(p)
+    (size, warps), block = TILE, _block(p, slots)
     blocks, rows = g.get_value().size // block, size // block
     floats = scale, rate, decay, *corrections
     numbers = jnp.stack([jnp.asarray(x, jnp.float32) for x in floats])
@@ -93,11 +97,12 @@ def step(
     inputs = g.get_value(), numbers, words, *held
     aliases = {3 + i: i for i in range(len(held))}
     shapes, grid = tuple(map(like, held)), (-(-blocks // rows),)
-    new = CALL("adamw", inputs, shapes, grid, warps, 1, constants, aliases)
+    name = "adamw_int8" if isinstance(slots["mu"], dict) else "adamw"
+    new = CALL(name, inputs, shapes, grid, warps, 1, constants, aliases)
     p, mu, nu = structure.unflatten(new)
     return p, {"mu": mu, "nu": nu}
 
 
-def _block(p: nnx.Variable) -> int:
+def _block(p: nnx.Variable, slots: dict[str, Any]) -> int:
     """Returns the number of elements that share an absolute maximum."""
-    return min(BLOCK, p.shape[-1])
+    return min(BLOCK, p.shape[-1]) if isinstance(slots["mu"], dict) else 1
