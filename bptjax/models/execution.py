@@ -20,6 +20,7 @@ from bptjax.models.layer_loops import scan_layers
 from bptjax.models.linear import dequantize
 from bptjax.models.mixers import MIXERS
 from bptjax.ops import attention
+from bptjax.ops.attention.contract import PREPARED
 from bptjax.ops.checkpoint_names import ON_HOST, checkpoint_named
 from bptjax.ops.stacked import save_all_but_slices
 
@@ -209,7 +210,7 @@ class Execution:
     ) -> Callable[..., Callable]:
         """Returns `jax.checkpoint` that saves a function's input, named `given`, and the
         activations named `saved`."""
-        names = [given, *saved, *self.save]
+        names = [given, *saved, *self.save, PREPARED]
         if {*FeedForward.RESIDUAL_NAMES} & {*names}:
             names += [name for kind in FEED_FORWARDS.values() for name in kind.SAVED_WITH]
         on_host = [name + ON_HOST for name in names]

@@ -9,6 +9,7 @@ import jax
 import measurements
 import pytest
 import recipes
+from jax.sharding import SingleDeviceSharding
 from tiers import fast
 from training.specs import needs_compiler
 from weights.hf.cases import config as hf_config
@@ -25,8 +26,9 @@ from bptjax.cost.search import MemoryLimit, with_execution
 from bptjax.models.architecture import new_model
 from bptjax.models.config import ModelConfig
 from bptjax.models.execution import Execution, ExecutionConfig
+from bptjax.ops.attention.packed import documents
 from bptjax.ops.choices import record_choices
-from bptjax.ops.target import STAND_IN
+from bptjax.ops.target import STAND_IN, absent
 from bptjax.optim.optimizer import OptimizerConfig
 from bptjax.parallel.mesh import ParallelConfig, make_mesh
 from bptjax.run import progress
@@ -256,6 +258,20 @@ def test_slices_of_layers_are_arrays_of_their_own():
     text = compiled_text(num_layers=4)
     assert STAND_IN in text
     assert "__custom_fusion" not in text
+
+
+@pytest.mark.thorough
+@needs_compiler
+@pytest.mark.parametrize("clip", ["exact", "delayed"])
+def test_documents_are_found_once(clip):
+    """Not in each layer, whose backward pass would repeat it."""
+    kind, devices = absent_devices("h100")
+    placed = dict(dtype="int32", sharding=SingleDeviceSharding(devices[0]))
+    with absent(devices[0]):
+        alone = jax.jit(documents).lower(jax.ShapeDtypeStruct((1, 64), **placed)).compile()
+    text = compiled_text(num_layers=4, optimizer=OptimizerConfig(clip=clip))
+    found = [each.count(" reduce-window(") for each in (text, alone.as_text())]
+    assert found[0] == found[1] > 0
 
 
 @pytest.mark.thorough

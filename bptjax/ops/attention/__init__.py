@@ -13,7 +13,14 @@ from jaxtyping import Float
 
 from bptjax.ops.arguments import check_chunk, check_qkv, check_rate, check_sinks, check_softcap
 from bptjax.ops.attention import cudnn, fa4, loop, products, reference, scan, triton_flash
-from bptjax.ops.attention.contract import QKV, AttentionSpec, AttentionState, Kernel, SinkKernel
+from bptjax.ops.attention.contract import (
+    QKV,
+    AttentionSpec,
+    AttentionState,
+    Kernel,
+    PreparedKernel,
+    SinkKernel,
+)
 from bptjax.ops.checkpoint_names import checkpoint_named
 from bptjax.ops.choices import record
 from bptjax.ops.determinism import is_deterministic
@@ -261,6 +268,8 @@ def differentiable(
     memory. With `state`, the result of `attend` on the same arguments, the kernel does not run
     forward.
     """
+    if isinstance(kernel, PreparedKernel):
+        spec = kernel.prepare(spec)
     traced, make_spec = split_static(spec)
     sinks = None if sinks is None else jnp.asarray(sinks, jnp.float32)
     with jax.named_scope("attention_kernel"):

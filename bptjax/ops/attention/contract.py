@@ -22,6 +22,7 @@ __all__ = [
     "AttentionSpec",
     "AttentionState",
     "Kernel",
+    "PreparedKernel",
     "QKV",
     "SequenceSplit",
     "SequenceStrategy",
@@ -56,6 +57,8 @@ class AttentionSpec:
       dropout_key: uint32 `[2]` key data.
       first_sequence, first_head: int32 scalars, offsets of these arrays in the batch and the heads.
         Dropout is seeded by sequence and head, so a shard needs both.
+      prepared: arrays that `prepare` of the kernel computed from the mask; None without a call of
+        it. Must be None for a kernel that is called with another mask.
     """
 
     mask: Mask
@@ -69,6 +72,7 @@ class AttentionSpec:
     dropout_key: Array | None = None
     first_sequence: Array | None = None
     first_head: Array | None = None
+    prepared: Any = None
 
 
 @runtime_checkable
@@ -108,6 +112,20 @@ class SinkKernel(Kernel, Protocol):
     ) -> AttentionState:
         """Attends from x.q to x.k, x.v and the float32 sinks; see `attention`."""
         ...
+
+
+@runtime_checkable
+class PreparedKernel(Kernel, Protocol):
+    """A kernel that reads arrays which depend on the mask only."""
+
+    def prepare(self, spec: AttentionSpec) -> AttentionSpec:
+        """Returns the spec with `prepared`, whose arrays are named `PREPARED`. Remat policies of
+        the model save them, so that all layers share them, forward and backward."""
+        ...
+
+
+# Name of the arrays in `AttentionSpec.prepared`.
+PREPARED = "prepared"
 
 
 @dataclass(frozen=True)

@@ -13,12 +13,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Bool, Float, Int
 
 import bptjax.ops.attention.cudnn as cudnn
 import bptjax.ops.attention.library_kernels as library_kernels
 import bptjax.ops.attention.triton_flash as triton_flash
-from bptjax.ops.attention.contract import QKV, AttentionSpec, AttentionState
+from bptjax.ops.attention.contract import PREPARED, QKV, AttentionSpec, AttentionState
 from bptjax.ops.attention.packed import Documents, Trees, documents, trees
 from bptjax.ops.mask import Mask
 from bptjax.ops.softmax import merge_states
@@ -111,6 +112,15 @@ class _NoServer:
         pass
 
 
+def prepare(spec: AttentionSpec) -> AttentionSpec:
+    """Finds the documents."""
+    if spec.mask.segments is None:
+        return spec
+    packing = documents(jnp.asarray(spec.mask.segments))
+    named = partial(checkpoint_name, name=PREPARED)
+    return replace(spec, prepared=jax.tree.map(named, packing))
+
+
 def forward(x: QKV, spec: AttentionSpec) -> AttentionState:
     """Uses FlashAttention-4's block sizes and ignores the chunks."""
     mask = spec.mask
@@ -120,7 +130,7 @@ def forward(x: QKV, spec: AttentionSpec) -> AttentionState:
         return jax.lax.switch(_way(found), (partial(FALLBACK.forward, spec=spec), *ours), x)
     if mask.segments is None:
         return _forward(x, spec)
-    packing = documents(jnp.asarray(mask.segments))
+    packing = spec.prepared or documents(jnp.asarray(mask.segments))
     return FALLBACK.forward(x, spec, (packing.fit, _forward(x, spec, (packing, packing))))
 
 
@@ -136,7 +146,7 @@ def backward(
         return jax.lax.switch(_way(found), ways, x, state, dout)
     if mask.segments is None:
         return _backward(x, state, dout, spec)
-    packing = documents(jnp.asarray(mask.segments))
+    packing = spec.prepared or documents(jnp.asarray(mask.segments))
     results = _backward(x, state, dout, spec, (packing, packing))
     return FALLBACK.backward(x, state, dout, spec, (packing.fit, results))
 
