@@ -22,6 +22,7 @@ from timing import add_row, milliseconds, needs
 
 from bptjax import Mask, attention
 from bptjax.ops.position import alibi_slopes
+from bptjax.parallel.mesh import select_devices
 
 DOCUMENTS, RAGGED, WINDOW, SMALL_WINDOW, BLOCK = 8, 40, 4096, 128, 128
 
@@ -104,6 +105,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=20, help="for a time, at most")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
+    select_devices("auto")  # With the XLA flag of fa4.
     rows, (N, K) = [], args.heads
     how = dict(calls=args.calls, seconds=args.seconds)
     for H in args.head_sizes:
