@@ -22,7 +22,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from bptjax.ops.position import alibi_slopes
 
 N, K, CALLS = 32, 8, 5
-# flash-attn-4 takes masks in blocks of its own sizes, which depend on the head size.
+# Tokens per block of the mask, of queries and of keys; the first that the kernels accept is used.
 BLOCKS = {"FLASH": [(128, 128), (256, 128)], "TRITON": [(128, 128)]}
 
 

@@ -30,6 +30,9 @@ __all__ = [
     "SinkKernel",
 ]
 
+# Name of the arrays in `AttentionSpec.prepared`, by which remat policies save them.
+PREPARED = "prepared"
+
 
 class QKV(NamedTuple):
     """Queries, keys and values, or their gradients."""
@@ -119,13 +122,9 @@ class PreparedKernel(Kernel, Protocol):
     """A kernel that reads arrays which depend on the mask only."""
 
     def prepare(self, spec: AttentionSpec) -> AttentionSpec:
-        """Returns the spec with `prepared`, whose arrays are named `PREPARED`. Remat policies of
-        the model save them, so that all layers share them, forward and backward."""
+        """Returns the spec with `prepared`, whose arrays are named `PREPARED`, so that the backward
+        passes of layers do not compute them again. Not called on a mesh of several devices."""
         ...
-
-
-# Name of the arrays in `AttentionSpec.prepared`.
-PREPARED = "prepared"
 
 
 @dataclass(frozen=True)

@@ -113,7 +113,7 @@ class _NoServer:
 
 
 def prepare(spec: AttentionSpec) -> AttentionSpec:
-    """Finds the documents."""
+    """Finds the documents; those of trees are found in each pass."""
     if spec.mask.segments is None:
         return spec
     packing = documents(jnp.asarray(spec.mask.segments))
