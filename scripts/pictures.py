@@ -95,7 +95,7 @@ def draw_memory_curves(file: Path, T: int = 32_768) -> None:
                 [speed(r) for r in of],
                 "o-" if system == "bptjax" else "s",
                 color=f"C{number}",
-                label=system,
+                label=peer_name(of[0]) if "torch.compile" in system else system,
             )
         axes.set(
             title=f"{DECODERS[decoder]}, {T:,} tokens",

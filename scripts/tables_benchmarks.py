@@ -250,7 +250,7 @@ def auto(name: str) -> str:
         limit = f"{budget(row)} GiB" if budget(row) else ""
         ours = f"{row['tokens_per_second']:,.0f}, {gib(row)}"
         cells = [work, tokens(row), limit, f"`{row['attention']}`", with_clip(row)]
-        cells += [f"{row['choice_s']:.0f} s", ours]
+        cells += [f"{row['choice_s']:.0f} s" if "choice_s" in row else "", ours]
         body.append([*cells, *beside(peer, row), "", ""][:9])
     head = ["", "tokens", "budget", "attention", "chosen settings", "time to choose"]
     return table([*head, "bptjax", "PyTorch", "ratio"], body)

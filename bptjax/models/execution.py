@@ -147,22 +147,31 @@ class Execution:
         # of all layers would be saved, so each product dequantizes on the fly instead.
         return layer if self.remat == "none" else dequantize(layer, dtype)
 
-    def scan(self, step: Callable, carry: Any, kinds: Sequence[Any]) -> tuple[Any, Any]:
+    def scans_stack(self, kinds: Sequence[Any]) -> bool:
+        """Returns whether one loop runs these layers, and all of them have one kind."""
+        return self.nested is None and all(kind == kinds[0] for kind in kinds)
+
+    def scan(
+        self, step: Callable, carry: Any, kinds: Sequence[Any], stack: Any = None
+    ) -> tuple[Any, Any]:
         """Runs `scan_layers` and saves the activations that the policy names.
+
+        Args:
+          stack: as for `scan_layers`, if `scans_stack`.
 
         Raises:
           ValueError: as in `groups`.
         """
         if self.remat == "none":
             checkpoint = partial(jax.checkpoint, policy=save_all_but_slices)
-            return scan_layers(step, carry, kinds, checkpoint=checkpoint)
+            return scan_layers(step, carry, kinds, stack=stack, checkpoint=checkpoint)
         if self.nested is None:
             checkpoint = self._checkpoint(self.policy or ())
-            return scan_layers(step, carry, kinds, checkpoint=checkpoint)
+            return scan_layers(step, carry, kinds, stack=stack, checkpoint=checkpoint)
         count, inner = self.groups(len(kinds)), self._checkpoint(self.policy or (), offload=False)
         size = len(kinds) // count
 
-        def group(carry, index, kind):
+        def group(carry, index, _, kind):
             # Name it inside the scanned body: the policy does not see the name of a carry.
             x, *others = carry
             carry = checkpoint_named(x, "group_input", self.offload), *others

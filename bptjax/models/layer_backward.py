@@ -56,14 +56,32 @@ class Stack:
     def read(self, kind: Any, index: Array) -> tuple[list, list, list]:
         """Returns the trained and frozen arrays of layer `index`, None where the layer has none,
         and the index of the layer in each trained array."""
-        entry, arrays = self._entry_index(kind, index), iter(self.trained)
-        trained, frozen, indices = [], [], []
-        for (path, x), flag in zip(self._leaves, self._flags, strict=True):
-            i, x = entry(path), next(arrays) if flag else x
-            value = None if i is None else jax.lax.dynamic_index_in_dim(x, i, keepdims=False)
-            (trained if flag else frozen).append(value)
-            indices += [i] if flag else []
-        return trained, frozen, indices
+        entry = self._entry_index(kind, index)
+        indices = [entry(path) for path, _ in self._leaves]
+        each = zip(self._arrays(), indices, strict=True)
+        values = [None if i is None else _entry(x, i) for x, i in each]
+        return *self._split(values), self._split(indices)[0]
+
+    def whole(self, kinds: Sequence[Any]) -> tuple[list, list] | None:
+        """Returns the trained and frozen arrays of all layers, None where they have none; None
+        instead of both if layers of these kinds are not all layers, or have several kinds."""
+        if any(kind != kinds[0] for kind in kinds):
+            return None
+        entry = self._entry_index(kinds[0], jnp.int32(0))
+        each = zip(self._arrays(), self._leaves, strict=True)
+        arrays = [None if entry(path) is None else x for x, (path, _) in each]
+        if any(x is not None and len(x) != len(kinds) for x in arrays):
+            return None
+        return self._split(arrays)
+
+    def _arrays(self):
+        trained = iter(self.trained)
+        each = zip(self._leaves, self._flags, strict=True)
+        return [next(trained) if flag else x for (_, x), flag in each]
+
+    def _split(self, values):
+        each = [*zip(values, self._flags, strict=True)]
+        return [x for x, flag in each if flag], [x for x, flag in each if not flag]
 
     def join(self, trained: list, frozen: list) -> PyTree:
         """Returns a layer from the arrays that `read` returned."""
@@ -140,7 +158,7 @@ class LayerRunner:
         def unit(kind, prevent_cse):
             return _Layer(self, kind, lambda f: checkpoint(f, prevent_cse=prevent_cse))
 
-        return _run(self, unit, carry, kinds, first, 1)
+        return _run(self, unit, carry, kinds, first, 1, self.stack.whole(kinds))
 
     def run_groups(
         self,
@@ -185,8 +203,9 @@ class LayerRunner:
         return function
 
 
-def _run(runner, unit, carry, kinds, first, size):
-    """Runs units of `size` layers, and returns the same as `LayerRunner.run`."""
+def _run(runner, unit, carry, kinds, first, size, stack=None):
+    """Runs units of `size` layers, each with its entry of `stack`. Returns the same as
+    `LayerRunner.run`."""
     outputs, loops = [], []
     for pattern, repeats in layer_loops(kinds):
         # As in `scan_layers`: to XLA, a loop that runs once is not a loop.
@@ -196,29 +215,30 @@ def _run(runner, unit, carry, kinds, first, size):
         # Constants, if possible: XLA must know that the indices are linear in the loop's counter.
         starts = first + size * len(pattern) * np.arange(repeats, dtype=np.int32)
 
-        def body(carry, start, units=units):
-            outputs, saved = [], []
+        def body(carry, x, units=units):
+            (start, entry), outputs, saved = x, [], []
             for offset, unit in enumerate(units):
                 if offset:
                     carry = jax.lax.optimization_barrier(carry)
-                carry, output, residuals = unit.forward(carry, start + size * offset)
+                carry, output, residuals = unit.forward(carry, start + size * offset, entry)
                 outputs.append(output)
                 saved.append(residuals)
             return carry, (_stack(outputs), saved)
 
-        carry, (output, saved) = jax.lax.scan(body, carry, starts)
+        carry, (output, saved) = jax.lax.scan(body, carry, (starts, stack))
         outputs.append(jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), output))
-        loops.append((units, starts, saved))
+        loops.append((units, repeats, first, saved))
         first += size * len(pattern) * repeats
     outputs = jax.tree.map(lambda *each: jnp.concatenate(each), *outputs)
 
     def backward(d_carry, d_outputs, state, use):
         sums, end = (d_carry, jax.tree.map(jnp.zeros_like, runner.inputs), state), len(kinds)
-        for units, starts, saved in reversed(loops):
-            start = end - len(units) * len(starts)
+        for units, repeats, first, saved in reversed(loops):
+            start = end - len(units) * repeats
 
-            def body(sums, x, units=units):
-                (d_carry, d_inputs, state), (start, saved, d_output) = sums, x
+            def body(round, sums, x, units=units, first=first):
+                (d_carry, d_inputs, state), (saved, d_output) = sums, x
+                start = first + size * len(units) * round
                 for offset, unit in reversed(list(enumerate(units))):
                     if offset < len(units) - 1:
                         d_carry = jax.lax.optimization_barrier(d_carry)
@@ -227,12 +247,12 @@ def _run(runner, unit, carry, kinds, first, size):
                         d_carry, own, state, use, start + size * offset, saved[offset]
                     )
                     d_inputs = jax.tree.map(jnp.add, d_inputs, more)
-                return (d_carry, d_inputs, state), None
+                return d_carry, d_inputs, state
 
             own = jax.tree.map(lambda x, a=start, b=end: x[a:b], d_outputs)
-            shape = len(starts), len(units)
+            shape = repeats, len(units)
             d_output = jax.tree.map(lambda x, n=shape: x.reshape(*n, *x.shape[1:]), own)
-            sums, _ = jax.lax.scan(body, sums, (starts, saved, d_output), reverse=True)
+            sums = _reversed_loop(body, sums, (saved, d_output), repeats)
             end = start
         return sums
 
@@ -250,9 +270,9 @@ class _Layer:
 
         self.function = checkpoint(function)
 
-    def forward(self, carry, index):
+    def forward(self, carry, index, entry):
         runner = self.runner
-        trained, frozen, _ = runner.stack.read(self.kind, index)
+        trained, frozen = entry or runner.stack.read(self.kind, index)[:2]
 
         def one(carry, shared, data):
             def function(trained, carry, shared, weights):
@@ -325,10 +345,10 @@ class _Group:
         self.runner, self.kinds = runner, kinds
         self.save, self.load, self.checkpoint = save, load, checkpoint
 
-    def forward(self, carry, first):
+    def forward(self, carry, first, _):
         runner, saved = self.runner, self.save(carry)
 
-        def step(carry, index, kind):
+        def step(carry, index, _, kind):
             trained, frozen, _ = runner.stack.read(kind, index)
             function = runner.layer(kind, trained, frozen, index)
 
@@ -366,6 +386,23 @@ def _over_micro_batches(runner, function, *args):
     # XLA cannot compile slices of slices of host memory: move all micro-batches at once.
     out, saved = jax.lax.map(one, args)
     return out, list(map(move, saved, spaces))
+
+
+def _reversed_loop(body, sums, xs, count):
+    """Applies `body(round, sums, entries of xs)` for the rounds in reverse, as a loop of which XLA
+    knows that its indices are linear in its counter: then it copies entries beside other work."""
+
+    def step(loop):
+        step, sums = loop
+        round = count - 1 - step
+        return step + 1, body(round, sums, jax.tree.map(lambda x: _entry(x, round), xs))
+
+    start = jnp.int32(0), sums
+    return jax.lax.while_loop(lambda loop: loop[0] < count, step, start)[1]
+
+
+def _entry(x, index):
+    return jax.lax.dynamic_index_in_dim(x, index, keepdims=False, allow_negative_indices=False)
 
 
 def _stack(trees):

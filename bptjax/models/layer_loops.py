@@ -54,14 +54,17 @@ def scan_layers(
     kinds: Sequence[Any],
     *,
     first: Array | int = 0,
+    stack: Any = None,
     checkpoint: Callable[..., Callable],
 ) -> tuple[Any, Any]:
     """Applies the layers in order, one `lax.scan` per loop, whose body runs a pattern.
 
     Args:
-      step: maps (carry, index of the layer, kind=) to (carry, output of the layer).
+      step: maps (carry, index of the layer, entry of `stack`, kind=) to (carry, output of the
+        layer).
       carry: the residual stream comes first.
       first: index of the first layer.
+      stack: pytree of arrays with an axis of layers, if the layers have one kind.
       checkpoint: `jax.checkpoint` with a policy, applied to each layer.
 
     Returns:
@@ -78,19 +81,19 @@ def scan_layers(
             for kind in pattern
         }
 
-        def body(carry, start, pattern=pattern, steps=steps):
-            outputs = []
+        def body(carry, x, pattern=pattern, steps=steps):
+            (start, entry), outputs = x, []
             for offset, kind in enumerate(pattern):
                 if offset:
                     # Round between layers as between rounds of a loop. Only the residual stream
                     # gets a barrier: behind one, gradient slots would exist early.
                     carry = jax.lax.optimization_barrier(carry[0]), *carry[1:]
-                carry, output = steps[pattern.index(kind)](carry, start + offset)
+                carry, output = steps[pattern.index(kind)](carry, start + offset, entry)
                 outputs.append(output)
             return carry, jax.tree.map(lambda *each: jnp.stack(each), *outputs)
 
         starts = first + len(pattern) * jnp.arange(repeats, dtype=jnp.int32)
-        carry, output = jax.lax.scan(body, carry, starts)
+        carry, output = jax.lax.scan(body, carry, (starts, stack))
         outputs.append(jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), output))
         first += len(pattern) * repeats
     return carry, jax.tree.map(lambda *each: jnp.concatenate(each), *outputs)

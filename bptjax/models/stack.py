@@ -29,7 +29,7 @@ from bptjax.ops.blockwise import blockwise_transformer
 from bptjax.ops.checkpoint_names import checkpoint_named
 from bptjax.ops.mask import Mask
 from bptjax.ops.position import BY_LENGTH, alibi_slopes, document_lengths
-from bptjax.ops.stacked import close_slots, read_entry, split_gradient
+from bptjax.ops.stacked import close_slots, read_entry, split_gradient, with_gradient
 from bptjax.parallel import cached
 from bptjax.parallel.mesh import constrain
 from bptjax.parallel.sequence import attention, in_chunks, tensor_shards
@@ -134,29 +134,34 @@ def run(
         k_marked=k_marked,
         hidden_states=hidden_states,
     )
-    values, slots = split_gradient(layers)
+    own, kinds = config.num_layers - config.later_layers, config.layer_kinds
+    (values, slots), stack = split_gradient(layers), None
+    if execution.scans_stack(kinds):
+        index = _entry_index(config, kinds[0], jnp.int32(0))
+        stack = jax.tree.map_with_path(lambda p, x: None if index(p) is None else x, values)
     shared, latest_kv = Shared(embedding_norm, x if config.layer_embedding.size else None), None
     if config.later_layers and cache is None:
         latest_kv = _zero_kv(config, x)
 
-    def step(carry, index, kind, shared=shared):
+    def step(carry, index, entry, kind, shared=shared):
         x, past, slots, latest_kv = carry
-        layer, slots = read_entry(values, slots, _entry_index(config, kind, index))
+        place = _entry_index(config, kind, index)
+        entry = read_entry(values, place) if entry is None else entry
+        layer, slots = with_gradient(entry, slots, place)
         carry, output = apply(layer, (x, past, latest_kv), index, kind, shared)
         return (*carry[:2], slots, carry[2]), output
 
     # The loops carry the cache of all layers, so that they write it in place.
-    carry, kinds = (x, cache, slots, latest_kv), config.layer_kinds
-    own = config.num_layers - config.later_layers
-    carry, (states, aux) = execution.scan(step, carry, kinds[:own])
+    carry = x, cache, slots, latest_kv
+    carry, (states, aux) = execution.scan(step, carry, kinds[:own], stack)
     if own < config.num_layers:
         # The later layers read the final keys and values: their loops do not save them again, and
         # sum their gradients in float32.
         *rest, latest_kv = carry
         shared = shared._replace(kv=jax.tree.map(lambda y: y.astype(jnp.float32), latest_kv))
 
-        def later(carry, index, kind):
-            return step(carry, index + own, kind, shared)
+        def later(carry, index, entry, kind):
+            return step(carry, index + own, entry, kind, shared)
 
         carry, outputs = execution.scan(later, (*rest, None), kinds[own:])
         states, aux = jax.tree.map(lambda *x: jnp.concatenate(x), (states, aux), outputs)

@@ -1,8 +1,9 @@
 """Entries of stacked arrays, read one at a time, whose gradients are written into one stack.
 
-`jax.lax.scan` over the stack itself suits a single loop. Several loops would each scan a slice: XLA
-copies slices of a stack and concatenates their gradients. Here every loop reads the full stack by
-index, and the loops pass on a gradient buffer that they write in place.
+`jax.lax.scan` over the values suits a single loop: XLA then copies entries beside other work.
+Several loops would each scan a slice, which XLA copies, so they read the full stack by index. All
+loops pass on a gradient buffer that they write in place; `jax.lax.scan` would make one per loop,
+and XLA might materialize it early.
 """
 
 from collections.abc import Callable
@@ -21,21 +22,35 @@ def split_gradient(stack: PyTree) -> tuple[PyTree, PyTree]:
     return jax.lax.stop_gradient(stack), jax.tree.map(_slots, stack)
 
 
-def read_entry(
-    values: PyTree, slots: PyTree, index: Callable[[tuple], Array | None]
-) -> tuple[PyTree, PyTree]:
-    """Returns one entry of each array, and the slots for the next call.
-
-    The gradient of the entry replaces the contents of its slots: read each entry once.
+def read_entry(values: PyTree, index: Callable[[tuple], Array | None]) -> PyTree:
+    """Returns one entry of each array.
 
     Args:
       index: maps an array's key path to the index to read, or None to skip the array. A skipped
         array becomes None.
     """
-    leaves, structure = jax.tree.flatten_with_path(values)
+
+    def read(path, x):
+        i = index(path)
+        return None if i is None else jax.lax.dynamic_index_in_dim(x, i, keepdims=False)
+
+    return jax.tree.map_with_path(read, values)
+
+
+def with_gradient(
+    entry: PyTree, slots: PyTree, index: Callable[[tuple], Array | None]
+) -> tuple[PyTree, PyTree]:
+    """Returns an entry that has a gradient, and the slots for the next call.
+
+    The gradient replaces the contents of the entry's slots: call it once for each entry.
+
+    Args:
+      entry, index: as for `read_entry`.
+    """
+    leaves, structure = jax.tree.flatten_with_path(slots)
     pairs = [
-        (None, s) if (i := index(path)) is None else _read(x, s, i)
-        for (path, x), s in zip(leaves, jax.tree.leaves(slots), strict=True)
+        (None, s) if x is None else _with_gradient(x, s, index(path))
+        for (path, s), x in zip(leaves, structure.flatten_up_to(entry), strict=True)
     ]
     return tuple(structure.unflatten(part) for part in zip(*pairs, strict=True))
 
@@ -72,8 +87,8 @@ def close_slots(x: Array, slots: PyTree) -> Array:
 
 
 def save_all_but_slices(primitive: Any, *_: Any, **__: Any) -> bool:
-    """Remat policy that saves everything except slices, so that entries are read again. Reading an
-    entry without a gradient is still a separate call."""
+    """Remat policy that saves everything except slices and the results of `with_gradient`, so that
+    entries are read again."""
     return primitive.name not in ("dynamic_slice", "squeeze", "custom_vjp_call")
 
 
@@ -85,12 +100,9 @@ def _slots(stack):
 _slots.defvjp(lambda stack: (jnp.zeros_like(stack), None), lambda _, cotangent: (cotangent,))
 
 
-def _entry(values, slots, index):
-    return jax.lax.dynamic_index_in_dim(values, index, keepdims=False), slots
-
-
-def _forward(values, slots, index):
-    return _entry(values, slots, index), index
+@jax.custom_vjp
+def _with_gradient(entry, slots, index):
+    return entry, slots
 
 
 def _backward(index, cotangents):
@@ -110,5 +122,4 @@ def _close_backward(slots, cotangent):
 
 close_slots.defvjp(lambda x, slots: (x, slots), _close_backward)
 
-_read = jax.custom_vjp(_entry)
-_read.defvjp(_forward, _backward)
+_with_gradient.defvjp(lambda entry, slots, index: ((entry, slots), index), _backward)

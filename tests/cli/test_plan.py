@@ -264,6 +264,18 @@ def test_slices_of_layers_are_arrays_of_their_own():
 @pytest.mark.thorough
 @needs_compiler
 @pytest.mark.parametrize("clip", ["exact", "delayed"])
+def test_slices_of_weights_are_linear_in_the_counter(clip):
+    """Otherwise XLA copies them one after another, with nothing beside."""
+    text = compiled_text(num_layers=4, optimizer=OptimizerConfig(clip=clip))
+    blocks = [block for block in text.split("\n\n") if " dynamic-update-slice(" not in block]
+    found = [block for block in blocks if " dynamic-slice(" in block]
+    assert found
+    assert not [block for block in found if " clamp(" in block or "s32[4]" in block]
+
+
+@pytest.mark.thorough
+@needs_compiler
+@pytest.mark.parametrize("clip", ["exact", "delayed"])
 def test_documents_are_found_once(clip):
     """Not in each layer, whose backward pass would repeat it."""
     kind, devices = absent_devices("h100")
