@@ -389,8 +389,8 @@ def _over_micro_batches(runner, function, *args):
 
 
 def _reversed_loop(body, sums, xs, count):
-    """Applies `body(round, sums, entries of xs)` for the rounds in reverse, as a loop of which XLA
-    knows that its indices are linear in its counter: then it copies entries beside other work."""
+    """Applies `body(round, sums, entries of xs)` for the rounds in reverse. XLA knows that the
+    indices are linear in the loop's counter, so it copies entries while other kernels run."""
 
     def step(loop):
         step, sums = loop

@@ -1,6 +1,6 @@
 """Entries of stacked arrays, read one at a time, whose gradients are written into one stack.
 
-`jax.lax.scan` over the values suits a single loop: XLA then copies entries beside other work.
+A single loop is a `jax.lax.scan` over the values: XLA then copies entries while other kernels run.
 Several loops would each scan a slice, which XLA copies, so they read the full stack by index. All
 loops pass on a gradient buffer that they write in place; `jax.lax.scan` would make one per loop,
 and XLA might materialize it early.
