@@ -277,7 +277,7 @@ def test_slices_of_weights_are_linear_in_the_counter(clip):
 @needs_compiler
 @pytest.mark.parametrize("clip", ["exact", "delayed"])
 def test_documents_are_found_once(clip):
-    """Not in each layer, whose backward pass would repeat it."""
+    """Not again in the backward passes of layers."""
     kind, devices = absent_devices("h100")
     placed = dict(dtype="int32", sharding=SingleDeviceSharding(devices[0]))
     with absent(devices[0]):
