@@ -10,9 +10,8 @@ from jax import Array
 from jaxtyping import Float, Int
 
 from bptjax.ops.grouped_triton import block_ranges
-from bptjax.ops.target import capability, is_absent, stand_in
+from bptjax.ops.target import HOPPER, capability, is_absent, stand_in
 
-HOPPER = (9, 0)
 # Rows per block that the kernels take; inputs per step, which are 128 bytes; outputs per tile, the
 # larger number if it divides the outputs.
 ROWS, DEPTH = 128, 64

@@ -19,6 +19,8 @@ from jax import Array
 STAND_IN = "bptjax_stand_in"
 # Compute capabilities of GPUs that give a kernel 99 KB of shared memory.
 SMALL_MEMORY = (8, 6), (8, 9), (12, 0), (12, 1)
+# Compute capability of GPUs of the generation Hopper.
+HOPPER = 9, 0
 _ABSENT: ContextVar[jax.Device | None] = ContextVar("absent device", default=None)
 
 

@@ -22,7 +22,7 @@ from bptjax.objectives.answers import score_answers, sum_by_document
 from bptjax.objectives.cross_entropy import ForwardPass
 from bptjax.ops.attention import fa4
 from bptjax.ops.determinism import compiler_options, deterministic
-from bptjax.ops.target import is_absent, platform
+from bptjax.ops.target import HOPPER, capability, is_absent, platform
 from bptjax.optim.optimizer import apply_gradients
 from bptjax.optim.schedule import learning_rate
 from bptjax.training.histogram import MARGINS, histogram
@@ -409,6 +409,9 @@ def compile_step(
     if is_absent() and platform() == "gpu":
         # As in runs with fa4-jax, which set `fa4.XLA_FLAG`.
         options[fa4.XLA_OPTION] = False
+        if capability() == HOPPER:
+            # As on such a GPU, where XLA times its own kernels too, but takes cuBLAS's.
+            options["xla_gpu_enable_triton_gemm"] = False
     with jax.set_mesh(spec.mesh), deterministic(spec.config.train.deterministic):
         compiled = step.lower(state, batch).compile(options | compiler_options())
     if float8 and not is_absent():

@@ -10,6 +10,7 @@ import pytest
 
 from bptjax.ops import grouped_hopper, grouped_triton
 from bptjax.ops.grouped_matmul import grouped_matmul
+from bptjax.ops.target import HOPPER
 from ops.comparing import close, normal
 
 OLD = version("jax").startswith("0.10.")
@@ -27,7 +28,7 @@ def interpreted(monkeypatch):
     run = kernels.plgpu.kernel
     params = InterpretGPUParams(detect_races=True)
     monkeypatch.setattr(kernels.plgpu, "kernel", lambda *a, **k: run(*a, **k, interpret=params))
-    monkeypatch.setattr(grouped_hopper, "capability", lambda: grouped_hopper.HOPPER)
+    monkeypatch.setattr(grouped_hopper, "capability", lambda: HOPPER)
     monkeypatch.setattr(grouped_triton, "available", lambda: True)
     device = SimpleNamespace(core_count=2)
     monkeypatch.setattr(jax, "local_devices", lambda: [device])
@@ -75,7 +76,7 @@ def test_equals_the_dense_product(part, inputs, outputs, interpreted):
 def test_other_shapes_are_left_to_triton(rows, sizes, dtypes, taken, monkeypatch):
     x, w = jnp.zeros((rows, sizes[0]), dtypes[0]), jnp.zeros((X, *sizes), dtypes[1])
     assert not grouped_hopper.suits(x, w, 2)
-    monkeypatch.setattr(grouped_hopper, "capability", lambda: grouped_hopper.HOPPER)
+    monkeypatch.setattr(grouped_hopper, "capability", lambda: HOPPER)
     assert grouped_hopper.suits(x, w, 2) == taken
 
 

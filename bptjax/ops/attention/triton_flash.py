@@ -22,7 +22,7 @@ from bptjax.ops.attention.scores import dropout_keys
 from bptjax.ops.attention.visits import block_lists, block_ranges
 from bptjax.ops.dropout import PAIR
 from bptjax.ops.mask import Mask
-from bptjax.ops.target import SMALL_MEMORY, capability, like, platform
+from bptjax.ops.target import HOPPER, SMALL_MEMORY, capability, like, platform
 from bptjax.ops.triton_call import compiler_shards_arrays, triton_call, unusable
 
 # (query block, key block, warps, stages) by kernel and padded head size. The values for 64 and 128
@@ -77,7 +77,6 @@ SMALL_BLOCKS: dict[str, dict[int, tuple[int, int, int, int]]] = {
 }
 # Overrides for Hopper GPUs: a tile of 64 queries fills their matrix units, and does not fit in
 # smaller memory (blocks_512_h200.json).
-HOPPER = 9, 0
 HOPPER_BLOCKS: dict[str, dict[int, tuple[int, int, int, int]]] = {
     "forward": {},
     "dq": {512: (64, 32, 8, 1)},
