@@ -18,6 +18,7 @@ from bptjax.cost.devices import GIB, DeviceKind
 from bptjax.cost.memory import Plan, absent_host_bytes, plan, shortage, tree_bytes
 from bptjax.cost.search import MemoryLimit, choose, with_execution
 from bptjax.models.execution import Execution
+from bptjax.ops.target import misreads_host_memory
 from bptjax.parallel.distributed import all_gather_json
 from bptjax.parallel.mesh import (
     MEMORY_FRACTION,
@@ -86,7 +87,10 @@ def complete_execution(
     memory = absent_limit(spec, absent) if absent else present_limit(spec)
     if memory is None:
         return spec, []
-    kind = spec.mesh.devices.reshape(-1)[0].device_kind
+    device = spec.mesh.devices.reshape(-1)[0]
+    kind = device.device_kind
+    if first and first.offload and not absent and misreads_host_memory(device.platform):
+        first = None
 
     compilations = Compilations(say)
 
@@ -153,7 +157,8 @@ def present_limit(spec: TrainSpec) -> MemoryLimit | None:
     # A host may run several processes.
     shares = [size // sum(n for x, n, *_ in every if x == name) for name, _, size, _ in every]
     device = min(limit for *_, limit in every)
-    return memory_limit(spec, device, min(shares)) if device else None
+    host = 0 if misreads_host_memory(local[0].platform) else min(shares)
+    return memory_limit(spec, device, host) if device else None
 
 
 def _cache_file(spec: TrainSpec, memory: MemoryLimit) -> Path:

@@ -13,6 +13,7 @@ from contextvars import ContextVar
 
 import jax
 import jax.numpy as jnp
+import jaxlib
 from jax import Array
 
 # XLA compiles a call only if a handler is registered under its name.
@@ -36,6 +37,14 @@ def capability(device: jax.Device | None = None) -> tuple[int, int]:
     device = device or _ABSENT.get() or jax.devices()[0]
     match = re.match(r"(\d+)\.(\d+)", getattr(device, "compute_capability", ""))
     return (int(match[1]), int(match[2])) if match else (0, 0)
+
+
+def misreads_host_memory(platform: str) -> bool:
+    """Returns whether loops of compiled programs read arrays in host memory at wrong indices, so
+    that layers get the activations of others: with jaxlib 0.10.2 and 0.11.0 on a GPU they do, with
+    0.11.1 they do not. https://github.com/openxla/xla/pull/46231."""
+    version = tuple(map(int, jaxlib.__version__.split(".")[:3]))
+    return platform == "gpu" and version < (0, 11, 1)
 
 
 def is_absent() -> bool:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
+import jaxlib
 
 from bptjax.config import Config, TrainConfig
 from bptjax.cost.devices import GIB
@@ -17,7 +18,7 @@ from bptjax.models.head_groups import check_head_groups
 from bptjax.models.layers import rotary
 from bptjax.objectives import OBJECTIVES, check, choose
 from bptjax.objectives.objective import Objective
-from bptjax.ops.target import capability
+from bptjax.ops.target import capability, misreads_host_memory
 from bptjax.parallel.mesh import host_memory, num_shards
 from bptjax.parsing.keys import flatten
 from bptjax.run.json_files import read_json
@@ -137,6 +138,28 @@ def check_in_backward(spec: TrainSpec) -> None:
         raise ValueError(f"optimizer.clip=per_layer: must be exact with {obstacle}")
     if optimizer.clip == "delayed" and spec.compute_dtype == jnp.float16:
         raise ValueError(f"optimizer.clip=delayed: must be exact with {obstacle}")
+
+
+def check_arrays_on_host(spec: TrainSpec) -> None:
+    """Checks that the run keeps no arrays in host memory if XLA would misread them.
+
+    Raises:
+      ValueError: it does.
+    """
+    optimizer, device = spec.config.optimizer, spec.mesh.devices.reshape(-1)[0]
+    if not misreads_host_memory(device.platform):
+        return
+    for key, value, only in (
+        ("execution.offload", spec.config.execution.offload or 0.0, 0.0),
+        ("optimizer.state_memory_kind", optimizer.state_memory_kind, "device"),
+        ("optimizer.clip=exact with optimizer.in_backward", spec.gradients_on_host, False),
+    ):
+        if value != only:
+            raise ValueError(
+                f"{key}={value}: must be {only} on a GPU with jaxlib {jaxlib.__version__}, which "
+                "reads arrays in host memory at wrong indices; install Python 3.12 and jax 0.11.1, "
+                "or newer ones"
+            )
 
 
 def check_landmarks(spec: TrainSpec) -> None:

@@ -52,7 +52,13 @@ from bptjax.run.json_files import read_json
 from bptjax.run.links import check_links
 from bptjax.run.output import explain_full_disk, plural, replaced_files, write_atomically
 from bptjax.tasks.sample import Sampler
-from bptjax.training.checks import check_best_metric, check_host_memory, check_model, check_spec
+from bptjax.training.checks import (
+    check_arrays_on_host,
+    check_best_metric,
+    check_host_memory,
+    check_model,
+    check_spec,
+)
 from bptjax.training.data import RunData, open_data, say
 from bptjax.training.eval_tasks import open_tasks
 from bptjax.training.fewer_processes import describe_missing, join, keep_global_batch
@@ -295,6 +301,7 @@ def _open_run(config: Config, devices: list[jax.Device], date: str) -> TrainingR
     check_model(model, pretrained)
     spec = TrainSpec(config, model, mesh, pretrained)
     check_spec(spec)
+    check_arrays_on_host(spec)
     tasks = open_tasks(config, model, data.tokenizer) if config.train.eval_tasks else []
     check_best_metric(spec, data.held_out, tasks)
     check_host_memory(spec)

@@ -28,7 +28,7 @@ from bptjax.models.config import ModelConfig
 from bptjax.models.execution import Execution, ExecutionConfig
 from bptjax.ops.attention.packed import documents
 from bptjax.ops.choices import record_choices
-from bptjax.ops.target import STAND_IN, absent
+from bptjax.ops.target import STAND_IN, absent, misreads_host_memory
 from bptjax.optim.optimizer import OptimizerConfig
 from bptjax.parallel.mesh import ParallelConfig, make_mesh
 from bptjax.run import progress
@@ -285,6 +285,18 @@ def test_documents_are_found_once(clip):
     text = compiled_text(num_layers=4, optimizer=OptimizerConfig(clip=clip))
     found = [each.count(" reduce-window(") for each in (text, alone.as_text())]
     assert found[0] == found[1] > 0
+
+
+@pytest.mark.thorough
+@needs_compiler
+def test_loops_read_host_memory_in_reverse():
+    """Those of backward passes, unless this jaxlib is known to misread it."""
+    text = compiled_text(num_layers=4, execution=ExecutionConfig(remat="full", offload=1.0))
+    reads = re.findall(r"dynamic-slice-start.* calls=%([\w.-]+)", text)
+    sign = r"(?s)%%%s \(.*?byte_stride\":\"(-?)"
+    signs = {re.search(sign % re.escape(name), text)[1] for name in reads}
+    misread = misreads_host_memory("gpu")
+    assert signs == ({""} if misread else {"-"})
 
 
 @pytest.mark.thorough

@@ -424,6 +424,20 @@ def test_processes_of_a_host_share_its_memory(monkeypatch):
     monkeypatch.setattr(auto, "all_gather_json", lambda _: each)
     found = auto.present_limit(make_spec())
     assert found == auto.memory_limit(make_spec(), 80, 100)
+    monkeypatch.setattr(auto, "misreads_host_memory", lambda platform: True)
+    assert auto.present_limit(make_spec()) == found._replace(host=0)
+
+
+@pytest.mark.parametrize("misread", [False, True])
+def test_a_resumed_run_does_not_offload_if_host_memory_is_misread(misread, monkeypatch, tmp_path):
+    limit = MemoryLimit(100 * GIB, 0)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(auto, "present_limit", lambda spec: limit)
+    monkeypatch.setattr(auto, "misreads_host_memory", lambda platform: misread)
+    monkeypatch.setattr(auto, "plan", lambda spec, *_: Memory(spec, limit, 1.0)(spec))
+    first = ExecutionConfig(remat="full", offload=0.5).complete()
+    spec, _ = auto.complete_execution(make_spec(), print, first=first)
+    assert spec.execution.offload == (0.0 if misread else 0.5)
 
 
 def test_the_budget_is_checked_if_all_keys_are_set(monkeypatch, tmp_path):

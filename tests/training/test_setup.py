@@ -3,21 +3,27 @@
 import fcntl
 import json
 import os
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import yaml
 
 from bptjax.cli.train import main
-from bptjax.config import to_yaml
+from bptjax.config import Config, to_yaml
 from bptjax.config_parser import parse
 from bptjax.data.check import DataCheck
 from bptjax.models.config import ModelConfig
 from bptjax.models.execution import ExecutionConfig
+from bptjax.optim.optimizer import OptimizerConfig
 from bptjax.parsing.keys import flatten
+from bptjax.training.checks import check_arrays_on_host
 from bptjax.training.run_directory import acquire_run_dir
 from bptjax.training.setup import _with_defaults
+from bptjax.training.spec import TrainSpec
 from bptjax.weights.pretrained import open_pretrained
 from training.runs import rows
 
@@ -369,3 +375,21 @@ def test_saved_config_is_the_resolved_one(uninterrupted, arguments):
     saved = parse(["--config", str(uninterrupted / "config.yaml")], "")
     assert saved == parse([*arguments, "--run_dir", str(uninterrupted)], "").on("cpu")
     assert json.dumps(saved.train.max_steps) == "20"
+
+
+@pytest.mark.parametrize(
+    "groups, text",
+    [
+        (dict(execution=ExecutionConfig(offload=0.5)), "execution.offload=0.5: must be 0.0"),
+        (dict(optimizer=OptimizerConfig(state_memory_kind="pinned_host")), "must be device"),
+        (dict(optimizer=OptimizerConfig(in_backward=True)), "must be False"),
+    ],
+)
+@pytest.mark.parametrize("version, misreads", [("0.10.2", True), ("0.11.1", False)])
+def test_host_memory_that_a_gpu_misreads(groups, text, version, misreads, monkeypatch):
+    monkeypatch.setattr("jaxlib.__version__", version)
+    mesh = SimpleNamespace(devices=np.array([SimpleNamespace(platform="gpu")]))
+    spec = TrainSpec(Config(**groups), ModelConfig(), mesh)
+    with pytest.raises(ValueError, match=text) if misreads else nullcontext():
+        check_arrays_on_host(spec)
+    check_arrays_on_host(replace(spec, config=Config()))
