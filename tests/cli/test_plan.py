@@ -290,7 +290,7 @@ def test_documents_are_found_once(clip):
 @pytest.mark.thorough
 @needs_compiler
 def test_loops_read_host_memory_in_reverse():
-    """Those of backward passes, unless this jaxlib is known to misread it."""
+    """In backward passes. With an older jaxlib they read it forward, which is wrong."""
     text = compiled_text(num_layers=4, execution=ExecutionConfig(remat="full", offload=1.0))
     reads = re.findall(r"dynamic-slice-start.* calls=%([\w.-]+)", text)
     sign = r"(?s)%%%s \(.*?byte_stride\":\"(-?)"
