@@ -10,10 +10,10 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from importlib.metadata import version
 
 import jax
 import jax.numpy as jnp
-import jaxlib
 from jax import Array
 
 # XLA compiles a call only if a handler is registered under its name.
@@ -43,8 +43,8 @@ def misreads_host_memory(platform: str) -> bool:
     """Returns whether loops of compiled programs read arrays in host memory at wrong indices, so
     that layers get the activations of others: with jaxlib 0.10.2 and 0.11.0 on a GPU they do, with
     0.11.1 they do not. https://github.com/openxla/xla/pull/46231."""
-    version = tuple(map(int, jaxlib.__version__.split(".")[:3]))
-    return platform == "gpu" and version < (0, 11, 1)
+    jaxlib = tuple(map(int, version("jaxlib").split(".")[:3]))
+    return platform == "gpu" and jaxlib < (0, 11, 1)
 
 
 def is_absent() -> bool:

@@ -1,10 +1,10 @@
 """Checks of a model and of a run's config before weights are loaded."""
 
 from collections.abc import Sequence
+from importlib.metadata import version
 from typing import Any
 
 import jax.numpy as jnp
-import jaxlib
 
 from bptjax.config import Config, TrainConfig
 from bptjax.cost.devices import GIB
@@ -156,7 +156,7 @@ def check_arrays_on_host(spec: TrainSpec) -> None:
     ):
         if value != only:
             raise ValueError(
-                f"{key}={value}: must be {only} on a GPU with jaxlib {jaxlib.__version__}, which "
+                f"{key}={value}: must be {only} on a GPU with jaxlib {version('jaxlib')}, which "
                 "reads arrays in host memory at wrong indices; install Python 3.12 and jax 0.11.1, "
                 "or newer ones"
             )

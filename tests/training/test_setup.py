@@ -387,7 +387,7 @@ def test_saved_config_is_the_resolved_one(uninterrupted, arguments):
 )
 @pytest.mark.parametrize("version, misreads", [("0.10.2", True), ("0.11.1", False)])
 def test_host_memory_that_a_gpu_misreads(groups, text, version, misreads, monkeypatch):
-    monkeypatch.setattr("jaxlib.__version__", version)
+    monkeypatch.setattr("bptjax.ops.target.version", lambda package: version)
     mesh = SimpleNamespace(devices=np.array([SimpleNamespace(platform="gpu")]))
     spec = TrainSpec(Config(**groups), ModelConfig(), mesh)
     with pytest.raises(ValueError, match=text) if misreads else nullcontext():
